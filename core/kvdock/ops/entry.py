@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 import warnings
@@ -11,16 +12,17 @@ from typing import Any
 
 import torch
 
-from kvdock.descriptors.lru import Entry
+from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.errors import KVDockError, KVDockWarning
-from kvdock.guarded import blame, raise_memory
+from kvdock.guarded import blame
 from kvdock.interface import HOST, Request
 from kvdock.ops.bound import BoundOp
+from kvdock.ops.calls.variant import HOST_INT_RANK, Variant, pivot_of, variants_of
 from kvdock.ops.calls.writer import compile_source
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.plan import Plan, outside_autograd
-from kvdock.ops.schema import HOST_INT_RANK, OpSchema, Variant, pivot_of, variants_of
+from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Preparer
 from kvdock.ops.shared import Shared
 from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, new_outputs
@@ -32,30 +34,17 @@ __all__ = ["OpEntry"]
 MOST_SIGNATURES = 64
 """Signatures of an op that a thread keeps: the oldest leaves, and is validated again when it comes."""
 
-_Maker = Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]
-
-
-def _maker_of(schema: OpSchema) -> _Maker:
-    """Return what makes the ways into an op: its committed module, or code written now for an op that is not of kvdock's own."""
-    if CATALOG.get(schema.name) != schema:
-        return compile_source(schema)
-    make: _Maker = importlib.import_module(f"kvdock.ops.calls.{schema.name}").make
-    return make
-
-
-def _place(device: torch.device) -> torch.device | None:
-    """Return what descriptor caches call a device: None is host memory."""
-    return None if device == HOST else device
-
 
 class OpEntry(Shared):
     """One op, called with its arguments in the schema's order, None where absent. Threads and copies share it.
 
     Attributes:
         call: the op as a function of all arguments: the code in `kvdock.ops.calls`, and where a call begins.
+        make_outputs: see `new_outputs`.
         dispatcher: whose op it is.
     """
 
+    call: Callable[..., Any]
     is_compiling = staticmethod(torch.compiler.is_dynamo_compiling)  # half the price of `is_compiling`: a guard knows the rest
     is_intercepted = staticmethod(is_intercepted)
     recording = RECORDING
@@ -75,7 +64,10 @@ class OpEntry(Shared):
         self._pools = [places[arg.name] for arg in schema.static_args]
         self._written = [place for place, arg in enumerate(schema.static_args) if arg in schema.mutated]
         self._rest = {v.number: [places[name] for name in v.dims if places[name] not in self._pools] for v in self._variants.values()}
-        self.call, self._bound_call = _maker_of(schema)(self)
+        self.make_outputs = functools.partial(new_outputs, schema)
+        is_own = CATALOG.get(schema.name) == schema  # then its module is committed
+        make = importlib.import_module(f"kvdock.ops.calls.{schema.name}").make if is_own else compile_source(schema)
+        self.call, self._bound_call = make(self)
 
     def __call__(self, *values: Any) -> Any:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
@@ -119,7 +111,7 @@ class OpEntry(Shared):
             self._pass_on(values, named)
             return
         request = validate(self.schema, values)
-        if _is_empty(self.schema, values):
+        if self.schema.is_empty(values):
             fill = self.schema.when_empty
             if fill is not None:
                 outside_autograd(lambda *args: fill(self.schema.bind(args)))(*values)
@@ -147,13 +139,6 @@ class OpEntry(Shared):
         except Exception:  # the class of a tensor refuses the op, or tensors with memory beside its own
             validate(self.schema, values)  # names the tensor
             raise
-
-    def make_outputs(self, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
-        """Return new outputs for a call that brings none: see `new_outputs`. Raises `CapacityError` where there is no memory for them."""
-        try:
-            return new_outputs(self.schema, values)
-        except (MemoryError, RuntimeError) as error:
-            raise_memory(error, self.schema.name)
 
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.
@@ -205,10 +190,9 @@ class OpEntry(Shared):
         if is_intercepted(values):
             return None
         request, recent = validate(self.schema, values), self.recent
-        if _is_empty(self.schema, values) or not self._fits(variant, values):
+        if self.schema.is_empty(values) or not self._fits(variant, values):
             return None
-        self._choose(request.device, key[0])
-        cache = self._local.open(_place(request.device))
+        cache = self._cache(request.device, key[0])
         pools = self._met_pools(values)
         if pools is None:
             pools = Pools(self.schema, self.schema.bind(values), self._epoch, self._local.generation)
@@ -223,12 +207,13 @@ class OpEntry(Shared):
         tensors = all(isinstance(args[name], torch.Tensor) and args[name].dim() == len(dims) for name, dims in variant.dims.items())
         return tensors and not any(arg.optional and args[arg.name] is not None for arg in self.schema.mutated)
 
-    def _choose(self, device: torch.device, named: str | None) -> None:
-        """Find backends, the first time; where what is registered has changed, no older plan is found any more."""
+    def _cache(self, device: torch.device, named: str | None) -> LRUDescriptorCache[Any]:
+        """Return this thread's cache for a device; where what is registered has changed, no older plan is found any more."""
         self.dispatcher.choose(self.schema.name, device, named)
         if self._epoch != self.chooser.epoch:
             self._epoch = self.chooser.epoch
             self.settings.new_generation()
+        return self._local.open(None if device == HOST else device)
 
     def prepare(
         self, signature: Signature, values: tuple[Any, ...], classes: tuple[int, ...] | None, named: str | None
@@ -250,8 +235,7 @@ class OpEntry(Shared):
 
     def _entry_for(self, request: Request, values: tuple[Any, ...], named: str | None) -> tuple[Entry, Plan]:
         """Look a plan up by its exact key in this thread's cache; prepare and keep it if it is not there."""
-        self._choose(request.device, named)  # before the clock starts: it is no part of preparing
-        cache = self._local.open(_place(request.device))
+        cache = self._cache(request.device, named)  # before the clock starts: to find backends is no part of preparing
         # 1, 1.0 and True are equal, and need not mean the same. A clear during what follows is one of this plan too.
         key = (self._epoch, self._local.generation, named, *map(type, request.args.values()), *request.args.values())
         entry = cache.entries.get(key, EMPTY)
@@ -283,14 +267,6 @@ class OpEntry(Shared):
     def prepared(self) -> int:
         """How many plans the calling thread holds."""
         return sum(len(cache) for cache in self._local.caches.values())
-
-
-def _is_empty(schema: OpSchema, values: tuple[Any, ...]) -> bool:
-    """Whether a run-time size of a valid call is 0, and no kernel is needed to fill what it returns."""
-    pools = {arg.name for arg in schema.static_args}
-    args = schema.bind(values)
-    filled = schema.when_empty is not None or not any(arg.returned and args[arg.name].numel() for arg in schema.args)
-    return filled and any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
 
 
 def _index_values_on_host(schema: OpSchema, values: tuple[Any, ...]) -> dict[str, Any]:

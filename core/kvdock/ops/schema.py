@@ -29,25 +29,10 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = [
-    "HOST_INT_RANK",
-    "LEAD_RANKS",
-    "Arg",
-    "Dim",
-    "OpSchema",
-    "Relation",
-    "Role",
-    "Variant",
-    "parse_dims",
-    "pivot_of",
-    "variants_of",
-]
+__all__ = ["LEAD_RANKS", "Arg", "Dim", "OpSchema", "Relation", "Role", "parse_dims"]
 
 LEAD_RANKS = (1, 2)
 """How many dimensions ``...`` may stand for: tokens in a row, or a batch of equally long rows."""
-
-HOST_INT_RANK = -1
-"""Stands for the rank of an argument that came as a host int."""
 
 
 class Role(enum.Enum):
@@ -247,40 +232,8 @@ class OpSchema:
         """Pair values in the schema's order with their names."""
         return dict(zip(self.arg_names, values, strict=True))
 
-
-@attrs.frozen
-class Variant:
-    """One combination of ranks that a schema allows: each has a quick path of its own.
-
-    Args:
-        number: its place among the op's variants, part of the key.
-        pivot_rank: rank of the pivot argument that selects it.
-        dims: the dimensions of each argument that is always a tensor in it.
-    """
-
-    number: int
-    pivot_rank: int
-    dims: dict[str, tuple[Dim, ...]]
-
-
-def pivot_of(schema: OpSchema) -> int:
-    """Return the index of the argument whose rank tells the variants apart: the first tensor when there is but one."""
-    tensors = [index for index, arg in enumerate(schema.args) if not arg.optional and arg.is_tensor]
-    telling = (i for i in tensors if len(schema.args[i].shapes()) > 1 or schema.args[i].role is Role.RUNTIME_INT)
-    return next(telling, tensors[0])
-
-
-def variants_of(schema: OpSchema) -> list[Variant]:
-    """Return every combination of ranks, told apart by the rank of the pivot argument."""
-    pivot, found = schema.args[pivot_of(schema)], list[Variant]()
-    leads = {len(parse_dims(line, lead)): lead for lead in reversed(LEAD_RANKS) for line in reversed(pivot.dims)}
-    if pivot.role is Role.RUNTIME_INT:
-        leads[HOST_INT_RANK] = LEAD_RANKS[0]
-    for number, (rank, lead) in enumerate(sorted(leads.items())):
-        dims = {arg.name: parse_dims(arg.dims[0], lead) for arg in schema.args if arg.is_tensor and not arg.optional}
-        if rank == HOST_INT_RANK:
-            del dims[pivot.name]
-        else:
-            dims[pivot.name] = pivot.dims_of_rank(rank) or ()
-        found.append(Variant(number, rank, dims))
-    return found
+    def is_empty(self, values: tuple[Any, ...]) -> bool:
+        """Whether a run-time size of a valid call is 0, and no kernel is needed to fill what it returns."""
+        pools, args = {arg.name for arg in self.static_args}, self.bind(values)
+        filled = self.when_empty is not None or not any(arg.returned and args[arg.name].numel() for arg in self.args)
+        return filled and any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
+from kvdock.guarded import raise_memory
+from kvdock.ops.calls.variant import Variant
 from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, alignment_of, extent
 from kvdock.ops.guards import Guard, make_guard, never
-from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, Variant, parse_dims
+from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
 
 __all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes", "new_outputs"]
 
@@ -313,7 +315,11 @@ def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, int]:
 
 
 def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
-    """Return new outputs for a call that brings none, as large as its other arguments say; None where these are wrong."""
+    """Return new outputs for a call that brings none, as large as its other arguments say; None where these are wrong.
+
+    Raises:
+        CapacityError: there is no memory for them.
+    """
     args, returned = schema.bind(values), [arg for arg in schema.args if arg.returned]
     try:
         sizes = known_sizes(schema, args)
@@ -322,6 +328,8 @@ def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor 
         return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
     except (AttributeError, KeyError, TypeError):
         return [None] * len(returned)  # wrong arguments, which the slow path explains
+    except (MemoryError, RuntimeError) as error:
+        raise_memory(error, schema.name)
 
 
 def _static_sizes(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> list[list[int | None]]:

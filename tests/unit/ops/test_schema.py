@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import kvdock
+from kvdock.ops.calls.variant import HOST_INT_RANK, pivot_of, variants_of
 from kvdock.ops.catalog import CATALOG, PAGED_CACHING
 from kvdock.ops.dispatcher import OpDispatcher
-from kvdock.ops.schema import HOST_INT_RANK, Arg, Dim, OpSchema, Relation, Role, pivot_of, variants_of
+from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
 from opskit import runtime_of
 from support_plugins import InProcessBackend
 

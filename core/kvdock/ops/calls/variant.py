@@ -1,4 +1,4 @@
-"""The code for one combination of ranks of an op's arguments. See `kvdock.ops.calls.writer`."""
+"""The combinations of ranks that a schema allows, and the code for one of them. See `kvdock.ops.calls.writer`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,53 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT
-from kvdock.ops.schema import HOST_INT_RANK, Dim, OpSchema, Role, Variant
+import attrs
 
-__all__ = ["VariantSource", "alone", "indented", "names_of", "tuple_of"]
+from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT
+from kvdock.ops.schema import LEAD_RANKS, Dim, OpSchema, Role, parse_dims
+
+__all__ = ["HOST_INT_RANK", "Variant", "VariantSource", "alone", "indented", "names_of", "pivot_of", "tuple_of", "variants_of"]
+
+HOST_INT_RANK = -1
+"""Stands for the rank of an argument that came as a host int."""
+
+
+@attrs.frozen
+class Variant:
+    """One combination of ranks that a schema allows: each has a quick path of its own.
+
+    Args:
+        number: its place among the op's variants, part of the key.
+        pivot_rank: rank of the pivot argument that selects it.
+        dims: the dimensions of each argument that is always a tensor in it.
+    """
+
+    number: int
+    pivot_rank: int
+    dims: dict[str, tuple[Dim, ...]]
+
+
+def pivot_of(schema: OpSchema) -> int:
+    """Return the index of the argument whose rank tells the variants apart: the first tensor when there is but one."""
+    tensors = [index for index, arg in enumerate(schema.args) if not arg.optional and arg.is_tensor]
+    telling = (i for i in tensors if len(schema.args[i].shapes()) > 1 or schema.args[i].role is Role.RUNTIME_INT)
+    return next(telling, tensors[0])
+
+
+def variants_of(schema: OpSchema) -> list[Variant]:
+    """Return every combination of ranks, told apart by the rank of the pivot argument."""
+    pivot, found = schema.args[pivot_of(schema)], list[Variant]()
+    leads = {len(parse_dims(line, lead)): lead for lead in reversed(LEAD_RANKS) for line in reversed(pivot.dims)}
+    if pivot.role is Role.RUNTIME_INT:
+        leads[HOST_INT_RANK] = LEAD_RANKS[0]
+    for number, (rank, lead) in enumerate(sorted(leads.items())):
+        dims = {arg.name: parse_dims(arg.dims[0], lead) for arg in schema.args if arg.is_tensor and not arg.optional}
+        if rank == HOST_INT_RANK:
+            del dims[pivot.name]
+        else:
+            dims[pivot.name] = pivot.dims_of_rank(rank) or ()
+        found.append(Variant(number, rank, dims))
+    return found
 
 
 class VariantSource:

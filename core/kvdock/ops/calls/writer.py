@@ -20,12 +20,12 @@ import keyword
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvdock.errors import ArgumentValueError
-from kvdock.ops.calls.variant import VariantSource, indented, names_of, tuple_of
-from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role, pivot_of, variants_of
+from kvdock.ops.calls.variant import VariantSource, indented, names_of, pivot_of, tuple_of, variants_of
+from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role
 
 __all__ = ["compile_source", "source_of"]
 
@@ -81,8 +81,8 @@ class _Module:
     def __init__(self, schema: OpSchema) -> None:
         self.schema = schema
         self.sources = [VariantSource(schema, variant) for variant in variants_of(schema)]
-        self.groups = sorted({source.group for source in self.sources})
-        self.pools = self.sources[0].pools
+        self.groups = {source.group: [each for each in self.sources if each.group == source.group] for source in reversed(self.sources)}
+        self.finish, self.values, self.pools = self.sources[0].finish, self.sources[0].values, self.sources[0].pools
         self.pivot = schema.args[pivot_of(schema)].name
         self.returned = [arg.name for arg in schema.args if arg.returned]
         self.ints = [arg.name for arg in schema.args if arg.role is Role.RUNTIME_INT and not arg.dims]
@@ -91,12 +91,9 @@ class _Module:
         """Return the source, which a formatter will lay out."""
         imports = "from kvdock.ops.geometry import has_internal_overlap\n" if self.sources[0].outputs else ""
         parts = [_HEAD.format(op=self.schema.name, imports=imports) + ("    make_outputs = op.make_outputs\n" if self.returned else "")]
-        for group in self.groups:
-            parts.append("\n".join(indented(self._body(group), 1)))
-        parts.append("\n".join(indented(self._call(is_bound=False), 1)))
-        parts.append("\n".join(indented(self._call(is_bound=True), 1)))
-        parts.append("    return call, bound_call\n")
-        return "\n\n".join(parts)
+        parts += ["\n".join(indented(self._body(group), 1)) for group in sorted(self.groups)]
+        parts += ["\n".join(indented(self._call(is_bound), 1)) for is_bound in (False, True)]
+        return "\n\n".join([*parts, "    return call, bound_call\n"])
 
     @property
     def place(self) -> list[str]:
@@ -124,7 +121,7 @@ class _Module:
         words = {word for arg in self.schema.static_args for word in arg.dims[0].split()}
         lines = [arg.dims[0].split() for arg in self.schema.args if arg.returned]
         if leading is None or not all(line[0] == "..." and line[1:] and words.issuperset(line[1:]) for line in lines):
-            yield f"    {names_of(self.returned)} = make_outputs({self.sources[0].values})"
+            yield f"    {names_of(self.returned)} = make_outputs({self.values})"
             return
         sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
         yield f"    {names_of(size for each in sizes.values() for size in each)} = pools.output_sizes"
@@ -137,16 +134,7 @@ class _Module:
             for name, each in sizes.items():  # sizes one by one: half the price of a tuple
                 yield f"            {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
         yield "    except RuntimeError:  # there may be no memory, which is said there"
-        yield f"        {names_of(self.returned)} = make_outputs({self.sources[0].values})"
-
-    def _of(self, group: int) -> list[VariantSource]:
-        """Return the variants of a group."""
-        return [source for source in self.sources if source.group == group]
-
-    def _key(self, group: int) -> str:
-        """Write what a signature is found by, beside its tensors."""
-        present = [f"{name} is None" for name in self.sources[0].optional]
-        return tuple_of(["named", str(group), self._static, *present])
+        yield f"        {names_of(self.returned)} = make_outputs({self.values})"
 
     @property
     def _static(self) -> str:
@@ -156,13 +144,14 @@ class _Module:
 
     def _body(self, group: int) -> Iterator[str]:
         """Write the function that serves every call of a known signature, given its pools if they are known."""
-        sources, names, values = self._of(group), ", ".join(self.schema.arg_names), self.sources[0].values
+        sources, names, values = self.groups[group], ", ".join(self.schema.arg_names), self.values
         tensors = ", ".join(sources[0].rest)
         yield f"def body{group}(recent, pools, {names}, named):"
         if self.returned:
             yield f"    if {' and '.join(f'{name} is None' for name in self.returned)}:"
             yield f"        {names_of(self.returned)} = make_outputs({values})"
-        yield f"    key = {self._key(group)}"
+        key = tuple_of(["named", str(group), self._static, *(f"{name} is None" for name in sources[0].optional)])
+        yield f"    key = {key}"
         yield f"    signature = recent.signature{group}"
         yield "    try:"
         optional = f" and (signature.optional is None or signature.optional.accept({values}))" if sources[0].optional else ""
@@ -173,50 +162,51 @@ class _Module:
         yield "    if not known:"
         yield f"        signature = find(recent, key, {values})"
         yield "        if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own"
-        yield from indented(sources[0].finish(f"slow({values}, named)"), 3)
+        yield from indented(self.finish(f"slow({values}, named)"), 3)
         yield "        pools = signature.pools"
         for source in sources[:-1]:
             yield f"    if signature.variant == {source.variant.number}:"
             yield from indented(source.body_lines(), 2)
         yield from indented(sources[-1].body_lines(), 1)
 
-    def _call(self, *, is_bound: bool) -> Iterator[str]:
+    def _call(self, is_bound: bool) -> Iterator[str]:
         """Write a way in."""
-        schema, values = self.schema, self.sources[0].values
-        finish, own = self.sources[0].finish, "own_name" if is_bound else "None"
-        args = [name for name in schema.arg_names if not (is_bound and name in self.pools)]
+        own = "own_name" if is_bound else "None"
+        args = [name for name in self.schema.arg_names if not (is_bound and name in self.pools)]
         yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
         if is_bound:
             yield "    recent, own_name = bound.recent, bound.own_name"
             yield f"    {names_of([*self.pools, *self.place])} = bound.fixed"
         yield "    try:"
-        yield from indented(self._tried(is_bound, own, finish), 2)
+        yield from indented(self._tried(is_bound, own), 2)
         yield "    except Exception as error:  # free until something is raised"
-        yield f"        blame(error, {values}, {own})"
+        yield f"        blame(error, {self.values}, {own})"
         yield "        raise"
 
-    def _tried(self, is_bound: bool, own: str, finish: Callable[[str], list[str]]) -> Iterator[str]:
+    def _tried(self, is_bound: bool, own: str) -> Iterator[str]:
         """Write what a way in does, whatever may be raised there."""
-        values, names = self.sources[0].values, ", ".join(self.schema.arg_names)
         yield "if is_compiling():"
         yield from indented(self._traced(is_bound, own), 1)
-        yield f"if recording._is_fx_tracing_flag and is_intercepted({values}):"
-        yield f"    return trace({values}, {own})"
+        yield f"if recording._is_fx_tracing_flag and is_intercepted({self.values}):"
+        yield f"    return trace({self.values}, {own})"
         yield "mode = get_mode()"
-        for group in reversed(self.groups):
-            by = 0 if group == self.groups[0] else 1
-            if by:
+        for group in sorted(self.groups, reverse=True):
+            if group:
                 yield f"if type({self.pivot}) is int:"
-            yield from indented(self._fast(group, is_bound), by)
-            yield from indented([f"named = {own} if mode is None else enter(mode, {values}, {own})"], by)
-            if self.ints:
-                yield from indented([f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"], by)
-                yield from indented(finish(f"slow({values}, named)"), by + 1)
-            yield from indented([f"return body{group}(recent, pools, {names}, named)"], by)
+            yield from indented(self._served(group, is_bound, own), group)
+
+    def _served(self, group: int, is_bound: bool, own: str) -> Iterator[str]:
+        """Write what serves the calls of a group."""
+        yield from self._fast(group, is_bound)
+        yield f"named = {own} if mode is None else enter(mode, {self.values}, {own})"
+        if self.ints:
+            yield f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"
+            yield from indented(self.finish(f"slow({self.values}, named)"), 1)
+        yield f"return body{group}(recent, pools, {', '.join(self.schema.arg_names)}, named)"
 
     def _traced(self, is_bound: bool, own: str) -> list[str]:
         """Write what torch.compile traces."""
-        call = f"trace({self.sources[0].values}, {own})"
+        call = f"trace({self.values}, {own})"
         if not is_bound or not self.pools:
             return [f"return {call}"]
         pools = names_of(self.pools)
@@ -224,7 +214,7 @@ class _Module:
 
     def _fast(self, group: int, is_bound: bool) -> Iterator[str]:
         """Write the attempts to serve a call like earlier ones."""
-        sources, pools = self._of(group), [] if is_bound else self.pools
+        sources, pools = self.groups[group], [] if is_bound else self.pools
         yield f"epoch, generation, guard, pools, fast_calls = recent.state{group}"
         current = "epoch == chooser.epoch and generation == settings.generation"
         if pools:
@@ -272,11 +262,10 @@ def source_of(schema: OpSchema) -> str:
     return _Module(schema).text()
 
 
-def compile_source(schema: OpSchema) -> Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]:
+def compile_source(schema: OpSchema) -> Any:
     """Return ``make`` of a schema that no committed module is for, such as a plugin's. Debuggers find its source."""
     source, name = source_of(schema), f"<kvdock call of {schema.name}>"
     module = types.ModuleType(f"kvdock.ops.calls.{schema.name}")
     exec(compile(source, name, "exec"), module.__dict__)  # noqa: S102 - made from schemas only, never from what a user passes
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    make: Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]] = module.__dict__["make"]
-    return make
+    return module.__dict__["make"]
