@@ -75,15 +75,22 @@ class OpEntry(Shared):
 
     def enter(self, mode: Mode, values: tuple[Any, ...], own_name: str | None) -> str | None:
         """Do what `debug` asks for, and return the backend to use: that of a bound call, else what `use_backend` names."""
-        named = own_name or mode.named
-        if mode.debug and not is_intercepted(values):  # else the values are looked at when the call comes to memory
-            self._check_values(values, named)
+        named, check = own_name or mode.named, self.schema.check_values
+        if not mode.debug or is_intercepted(values):  # then the values are looked at when the call comes to memory
+            return named
+        request = validate(self.schema, values)
+        if check is not None and not self.dispatcher.select(request, named).choice.backend.is_capturing(request.device):
+            args = self.schema.bind(values)
+            indices = {
+                name: value.cpu() for name, value in args.items() if isinstance(value, torch.Tensor) and not value.is_floating_point()
+            }
+            for finding in check(args | indices):
+                warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=4)
         return named
 
     def blame(self, error: BaseException, values: tuple[Any, ...], own_name: str | None) -> None:
         """Note on an error that a call raised who served the call."""
-        mode = MODE.get()
-        named = own_name or (mode.named if mode is not None else None)
+        named = own_name or (MODE.get() or Mode()).named
 
         def find() -> tuple[str, object]:
             selection = self.dispatcher.select(validate(self.schema, values), named)
@@ -91,22 +98,8 @@ class OpEntry(Shared):
 
         blame(error, self.schema.name, find)
 
-    def _check_values(self, values: tuple[Any, ...], named: str | None) -> None:
-        """Read index values back and check them, unless a graph is being captured."""
-        request = validate(self.schema, values)
-        if self.schema.check_values is None or self.dispatcher.select(request, named).choice.backend.is_capturing(request.device):
-            return
-        for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
-            warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=5)
-
     def run_slowly(self, values: tuple[Any, ...], named: str | None, pools: Pools | None = None) -> None:
-        """Say why the quick path gave up; run the op all the same when it had no reason to.
-
-        Args:
-            values: all arguments.
-            named: backend that was asked for.
-            pools: those of the call, where they are known.
-        """
+        """Say why the quick path gave up; run the op all the same when it had no reason to. Pools are given where they are known."""
         if is_intercepted(values):
             self._pass_on(values, named)
             return
@@ -154,8 +147,7 @@ class OpEntry(Shared):
         Raises:
             KVDockError: the call is not valid.
         """
-        rank: int | None = HOST_INT_RANK if key[1] else getattr(values[self._pivot], "ndim", None)
-        variant = self._variants.get(rank)
+        variant = self._variants.get(HOST_INT_RANK if key[1] else getattr(values[self._pivot], "ndim", None))
         if variant is None:
             return None
         try:
@@ -189,23 +181,19 @@ class OpEntry(Shared):
         """Validate a call, and remember its signature if a guard can tell such calls."""
         if is_intercepted(values):
             return None
-        request, recent = validate(self.schema, values), self.recent
-        if self.schema.is_empty(values) or not self._fits(variant, values):
+        request, recent, args = validate(self.schema, values), self.recent, self.schema.bind(values)
+        tensors = all(isinstance(args[name], torch.Tensor) and args[name].dim() == len(dims) for name, dims in variant.dims.items())
+        # A second int in a tensor's place, and an optional output, are left to the slow path.
+        if self.schema.is_empty(values) or not tensors or any(arg.optional and args[arg.name] is not None for arg in self.schema.mutated):
             return None
         cache = self._cache(request.device, key[0])
         pools = self._met_pools(values)
         if pools is None:
-            pools = Pools(self.schema, self.schema.bind(values), self._epoch, self._local.generation)
+            pools = Pools(self.schema, args, self._epoch, self._local.generation)
             recent.pools = [pools, *recent.pools[: MOST_SIGNATURES - 1]]
         signature = Signature(self.schema, variant, key, values, pools, cache)
         recent.signatures = [signature, *recent.signatures[: MOST_SIGNATURES - 1]]
         return signature
-
-    def _fits(self, variant: Variant, values: tuple[Any, ...]) -> bool:
-        """Whether all is as a variant says. A second int in a tensor's place, and an optional output, are left to the slow path."""
-        args = self.schema.bind(values)
-        tensors = all(isinstance(args[name], torch.Tensor) and args[name].dim() == len(dims) for name, dims in variant.dims.items())
-        return tensors and not any(arg.optional and args[arg.name] is not None for arg in self.schema.mutated)
 
     def _cache(self, device: torch.device, named: str | None) -> LRUDescriptorCache[Any]:
         """Return this thread's cache for a device; where what is registered has changed, no older plan is found any more."""
@@ -218,14 +206,7 @@ class OpEntry(Shared):
     def prepare(
         self, signature: Signature, values: tuple[Any, ...], classes: tuple[int, ...] | None, named: str | None
     ) -> tuple[Entry, Plan]:
-        """Return the plan for a signature whose tensors have some alignment, and its entry.
-
-        Args:
-            signature: that of the call.
-            values: all arguments.
-            classes: alignment of each tensor; None where it is the best there can be.
-            named: backend that was asked for.
-        """
+        """Return the plan for a signature whose tensors are aligned like ``classes``, or as well as can be, and its entry."""
         entry, plan = self._entry_for(validate(self.schema, values), values, named)
         if classes is None:
             signature.full = entry
@@ -267,12 +248,3 @@ class OpEntry(Shared):
     def prepared(self) -> int:
         """How many plans the calling thread holds."""
         return sum(len(cache) for cache in self._local.caches.values())
-
-
-def _index_values_on_host(schema: OpSchema, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the arguments with index tensors copied to the host."""
-    args = schema.bind(values)
-    for name, value in args.items():
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            args[name] = value.cpu()
-    return args
