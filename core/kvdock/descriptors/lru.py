@@ -89,6 +89,8 @@ class LRUDescriptorCache(Generic[V]):
         """The entries by key: read by the quick path of a call, which stamps what it finds, as `get` does."""
         self.clock = 0
         """Uses so far: hits and puts. An entry is stamped with it."""
+        self.misses = 0
+        """Look-ups so far that found nothing, by `get` or by the quick path of a call itself."""
         self._destroyer = destroyer
         self._begin()
         self._capacity = check_int("LRUDescriptorCache: capacity", capacity, 1)
@@ -98,7 +100,7 @@ class LRUDescriptorCache(Generic[V]):
         """Belong to the calling thread of this process, and start counting."""
         self.owner = Owner(self._destroyer)
         self._clear_requested = False
-        self.clock = self._puts = self._misses = self._evictions = 0
+        self.clock = self._puts = self.misses = self._evictions = 0
         self._prepare_s = 0.0
 
     def get(self, key: Hashable) -> V | None:
@@ -110,7 +112,7 @@ class LRUDescriptorCache(Generic[V]):
         self._settle()
         entry = self.entries.get(key)
         if entry is None:
-            self._misses += 1
+            self.misses += 1
             return None
         entry.used = self.clock = self.clock + 1
         found: V = entry.content
@@ -137,10 +139,6 @@ class LRUDescriptorCache(Generic[V]):
             old.leave()
         self._make_room()
         return entry
-
-    def count_miss(self) -> None:
-        """Count a look-up that the quick path of a call did itself, without finding anything."""
-        self._misses += 1
 
     def resize(self, capacity: int) -> None:
         """Change the capacity; what is too much leaves at once.
@@ -244,4 +242,4 @@ class LRUDescriptorCache(Generic[V]):
         """What happened so far. Any thread may ask."""
         owner, size = self.owner, len(self.entries)
         hits, failures = self.clock - self._puts, owner.failures
-        return CacheStats(hits, self._misses, self._evictions, owner.destroyed, failures, size, self._capacity, self._prepare_s)
+        return CacheStats(hits, self.misses, self._evictions, owner.destroyed, failures, size, self._capacity, self._prepare_s)

@@ -263,23 +263,15 @@ def paged_attention(
             not end at N; nothing is written. On a device such keys are not seen and are counted: see `Backend.skipped_writes`.
         UnsupportedError: no kernel serves these dtypes.
     """
-    lse = _new_lse(q) if return_lse else None
-    most = _most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
+    is_sound = isinstance(q, torch.Tensor) and q.dim() == 3  # else the op says what is wrong
+    lse = _new(q, "paged_attention", q.shape[:2], torch.float32) if return_lse and is_sound else None
+    usual = q.shape[0] if is_sound and cu_query_lens is not None else 1
+    most = usual if max_query_len is None else host_int(max_query_len)
     found: torch.Tensor = ACTIVE_OPS["paged_attention"](
         *(q, k_cache, v_cache, block_table, seq_lens, cu_query_lens, starts, sinks, k_scale, v_scale),
         *(most, scale, causal, min(window, FAR) if type(window) is int else window, softcap, out, lse),
     )
     return found if lse is None else (found, lse)
-
-
-def _most_queries(q: Any, cu_query_lens: Any) -> int:
-    """Return how many queries a sequence may have, as far as the host knows."""
-    return q.shape[0] if cu_query_lens is not None and isinstance(q, torch.Tensor) and q.dim() else 1
-
-
-def _new_lse(q: Any) -> torch.Tensor | None:
-    """Return room for a number of each query and head; None where ``q`` is wrong, which the op explains."""
-    return _new(q, "paged_attention", q.shape[:2], torch.float32) if isinstance(q, torch.Tensor) and q.dim() == 3 else None
 
 
 def _new(like: torch.Tensor, op: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

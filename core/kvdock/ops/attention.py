@@ -17,7 +17,7 @@ from kvdock.interface import HOST
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["FAR", "PAGED_ATTENTION", "check_paged_attention", "first_keys", "merge_attention", "query_rows", "softmax_scale", "visible"]
+__all__ = ["FAR", "PAGED_ATTENTION", "check_paged_attention", "first_keys", "merge_attention", "query_rows", "visible"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
@@ -144,11 +144,6 @@ def _see_nothing(args: dict[str, Any]) -> None:
     args["out"].zero_()
     if args["lse"] is not None:
         args["lse"].fill_(-torch.inf) if args["sinks"] is None else args["lse"].copy_(args["sinks"])
-
-
-def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """Return what scores are multiplied by."""
-    return head_dim**-0.5 if scale is None else float(scale)
 
 
 PAGED_ATTENTION = OpSchema(

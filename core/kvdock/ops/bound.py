@@ -12,7 +12,7 @@ import torch
 from kvdock.errors import UnsupportedError
 from kvdock.ops.geometry import extent
 from kvdock.ops.signatures import Recent
-from kvdock.ops.tracing import as_constant, keep_in_place
+from kvdock.ops.tracing import as_constant
 
 __all__ = ["BoundOp"]
 
@@ -63,8 +63,15 @@ class BoundOp:
 
     @as_constant
     def keep_in_place(self) -> bool:
-        """Tell torch.compile that the pools stay where they are."""
-        return keep_in_place(self.roots)
+        """Tell torch.compile, while it traces, that the pools stay where and as they are.
+
+        It replays no graph that writes other tensors, and takes sizes that are equal by chance for one size.
+        """
+        for tensor in self.roots:
+            torch._dynamo.mark_static_address(tensor)
+            known: Any = tensor  # what torch._dynamo.mark_static sets, which does something else while one traces
+            known._dynamo_static_indices, known._has_dynamo_dim_marking = {*range(tensor.dim())}, True
+        return True
 
     def __copy__(self) -> Self:
         return self

@@ -224,7 +224,7 @@ class OpEntry(Shared):
         if plan is not None:
             entry.used = cache.clock = cache.clock + 1
         else:
-            cache.count_miss()
+            cache.misses += 1
             start = time.perf_counter()
             selection = self.dispatcher.select(request, named)
             plan = Plan(self.dispatcher.prepare(request, selection), selection, cache.owner)

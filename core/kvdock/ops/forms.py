@@ -17,6 +17,7 @@ the schema says: `kvdock.ops.validate.check_traced`, and new outputs.
 from __future__ import annotations
 
 import ast
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ from kvdock.ops.schema import Arg, OpSchema, Role
 from kvdock.ops.signatures import new_outputs
 from kvdock.ops.validate import check_traced
 
-__all__ = ["NAMESPACE", "Form", "Forms", "Runner", "kind_of"]
+__all__ = ["NAMESPACE", "Form", "Forms", "kind_of"]
 
 NAMESPACE = "kvdock"
 """Of the ops in `torch.ops`."""
@@ -38,10 +39,6 @@ _TYPES = {"bool": "bool", "int": "int", "float": "float", "str": "str", "none": 
 """What torch calls a static value, by its kind."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)  # rows stay dense, and no copy is made for the rest
-
-
-Runner = Callable[[OpSchema, tuple[Any, ...], str | None, int], Any]
-"""Runs a call with all arguments on memory, given the backend to use for good and the number of a dispatcher."""
 
 
 def kind_of(value: Any) -> str:
@@ -130,19 +127,19 @@ class Form:
         """Check a call on tensors without memory, and return new outputs."""
         values = self.values(given)
         check_traced(self.schema, values)
-        return _result(new_outputs(self.schema, values)) if self.makes_outputs else None
+        made = new_outputs(self.schema, values) if self.makes_outputs else [None]
+        return made[0] if len(made) == 1 else tuple(made)
 
-    def register(self, library: torch.library.Library, run: Runner) -> None:
-        """Make it known to torch."""
+    def register(self, library: Any, run: Callable[..., Any]) -> None:
+        """Make it known to torch. What runs it is described at `Forms`."""
 
         def on_memory(*given: Any, backend: str | None, dispatcher: int) -> Any:
             found = run(self.schema, self.values(given), backend, dispatcher)
             return found if self.makes_outputs else None
 
-        known: Any = library  # torch does not annotate it
-        known.define(self.text, tags=_TAGS)
-        known.impl(self.name, on_memory, "CompositeExplicitAutograd")
-        known.impl(self.name, torch.library.fallthrough_kernel, "Autograd")  # what runs leaves gradients alone, as eager calls do
+        library.define(self.text, tags=_TAGS)
+        library.impl(self.name, on_memory, "CompositeExplicitAutograd")
+        library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")  # what runs leaves gradients alone, as eager calls do
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.fake, lib=library)
 
 
@@ -162,23 +159,21 @@ def _check_kind(schema: OpSchema, arg: Arg, kind: str) -> None:
         raise ArgumentTypeError(f"{schema.name}: {arg.name}", expected=expected, got=kind, fix="pass what the op's description says")
 
 
-def _result(outputs: list[Any]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
 class Forms:
     """The forms that there are: each is registered once in a process, whichever thread needs it first.
 
     Args:
-        run: runs calls.
+        run: runs a call on memory, given the schema, all arguments, the backend to use for good, and the number of a dispatcher.
     """
 
-    def __init__(self, run: Runner) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._library: torch.library.Library | None = None
+    def __init__(self, run: Callable[[OpSchema, tuple[Any, ...], str | None, int], Any]) -> None:
+        self._run, self._lock = run, threading.Lock()
         self._schemas: dict[str, list[OpSchema]] = {}
-        self._known: dict[tuple[str, str], Form] = {}
+        self._known: set[str] = set()
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        return torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call] # torch does not annotate it
 
     def of(self, schema: OpSchema, kinds: tuple[str, ...]) -> Form:
         """Return the form for arguments of some kinds.
@@ -190,13 +185,9 @@ class Forms:
             _check_kind(schema, arg, kind)
         with self._lock:
             form = Form(schema, self._name(schema), kinds)
-            key = form.op, form.overload
-            if key not in self._known:
-                if self._library is None:
-                    make: Any = torch.library.Library  # torch does not annotate it
-                    self._library = make(NAMESPACE, "FRAGMENT")
+            if form.name not in self._known:
                 form.register(self._library, self._run)
-                self._known[key] = form
+                self._known.add(form.name)
             return form
 
     def _name(self, schema: OpSchema) -> str:

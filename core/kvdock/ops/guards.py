@@ -42,15 +42,10 @@ def make_guard(tensors: Sequence[torch.Tensor], sizes: Sizes, strides: Sizes) ->
         strides: likewise.
     """
     if not tensors:
-        return _nothing
+        return lambda *values: True
     if len(set(map(id, tensors))) < len(tensors):  # torch's guards refuse one tensor in two places, which calls may well have
         return guard_in_python(tensors, sizes, strides)
     return _maker()(tensors, sizes, strides)
-
-
-def _nothing(*values: Any) -> bool:
-    """Accept a call without tensors to compare."""
-    return True
 
 
 @functools.cache
@@ -100,11 +95,8 @@ def _thread_keys() -> tuple[int, int]:
 def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:
     lazy = tensor.is_neg() or tensor.is_conj()
     gradients = tensor.requires_grad and torch.is_grad_enabled()
-    return type(tensor), tensor.dtype, tensor.device, tensor.layout, lazy, tensor.is_inference(), gradients, _is_wrapped(tensor)
-
-
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    return type(tensor), tensor.dtype, tensor.device, tensor.layout, lazy, tensor.is_inference(), gradients, is_wrapped
 
 
 def _is_like(value: Any, traits: tuple[Any, ...], sizes: Sequence[int | None], strides: Sequence[int | None]) -> bool:

@@ -25,16 +25,7 @@ from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Preparer
 from kvdock.process import process_runtime
 
-__all__ = [
-    "RECORDING",
-    "TracedForm",
-    "as_constant",
-    "form_of",
-    "is_intercepted",
-    "keep_in_place",
-    "process_form_of",
-    "traced",
-]
+__all__ = ["RECORDING", "TracedForm", "as_constant", "form_of", "is_intercepted", "process_form_of", "traced"]
 
 
 _AnyCallable = TypeVar("_AnyCallable", bound=Callable[..., Any])
@@ -141,15 +132,3 @@ def _run(schema: OpSchema, values: tuple[Any, ...], backend: str | None, number:
 
 
 _FORMS = Forms(_run)
-
-
-def keep_in_place(roots: tuple[torch.Tensor, ...]) -> bool:
-    """Tell torch.compile, while it traces, that pools stay where and as they are.
-
-    It replays no graph that writes other tensors, and takes sizes that are equal by chance for one size.
-    """
-    for tensor in roots:
-        torch._dynamo.mark_static_address(tensor)
-        known: Any = tensor  # what torch._dynamo.mark_static sets, which does something else while one traces
-        known._dynamo_static_indices, known._has_dynamo_dim_marking = {*range(tensor.dim())}, True
-    return True

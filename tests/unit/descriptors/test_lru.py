@@ -98,7 +98,7 @@ def test_everything_is_counted() -> None:
         lru.get(key)
     lru.put("C", "other", prepare_s=0.25)
     lru.put("D", "d", prepare_s=0.5)
-    lru.count_miss()
+    lru.misses += 1
     assert lru.stats == CacheStats(hits=2, misses=2, evictions=2, destroyed=3, size=2, capacity=2, prepare_s=0.75)
     lru.clear()
     assert attrs.asdict(lru.stats) | {"destroyed": 5, "size": 0, "evictions": 2} == attrs.asdict(lru.stats)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvdock.interface import Descriptor, Request
-from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, softmax_scale, visible
+from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
 __all__ = ["PagedAttention"]
@@ -85,7 +85,8 @@ class _Call:
     def _attend(self, queries: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what some queries get, ``[n, Hq, Dv]``, and the logarithms of their sums, ``[n, Hq]``."""
         args, heads = self.args, self.k_cache.shape[2]
-        q = self.q[queries].to(self.dtype).unflatten(1, (heads, -1)) * softmax_scale(args["scale"], self.q.shape[2])
+        scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
+        q = self.q[queries].to(self.dtype).unflatten(1, (heads, -1)) * scale
         size = q.shape[:3]
         highest, total = q.new_full(size, -torch.inf), q.new_zeros(size)
         if args["sinks"] is not None:  # a key of each head whose value is nothing
