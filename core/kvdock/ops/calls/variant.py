@@ -71,17 +71,13 @@ class VariantSource:
         self.outputs = [name for name in self.mutated if name not in self.pools]
         self.words = list(dict.fromkeys(dim.name for name in self.rest for dim in variant.dims[name] if dim.runtime))
         self.optional = [arg.name for arg in schema.args if arg.optional and arg.role in (Role.TENSOR, Role.MUTATED)]
+        self.returned = [arg.name for arg in schema.args if arg.returned]
+        self.values = tuple_of(schema.arg_names)
+        self.rows = [name for name in self.rest if not all(dim.runtime for dim in variant.dims[name][-1:])]  # the innermost is static
+        self.runtime = {name: [(i, dim) for i, dim in enumerate(variant.dims[name]) if dim.runtime] for name in self.rest}
+        self.group = int(variant.pivot_rank == HOST_INT_RANK)  # their calls are remembered apart
 
     # Names
-
-    def rows(self, name: str) -> bool:
-        """Whether a tensor holds rows, whose innermost dimension is static."""
-        dims = self.variant.dims[name]
-        return bool(dims) and not dims[-1].runtime
-
-    def runtime(self, name: str) -> list[tuple[int, Dim]]:
-        """Return the dimensions of a tensor whose sizes are run-time values."""
-        return [(i, dim) for i, dim in enumerate(self.variant.dims[name]) if dim.runtime]
 
     @property
     def strides(self) -> str:
@@ -99,14 +95,6 @@ class VariantSource:
         return ", ".join([*(f"{name}_ptr" for name in self.variant.dims), *self.words, *ints])
 
     # What is written
-
-    def pool_lines(self) -> Iterator[str]:
-        """Read where pools lie."""
-        if self.pools:
-            yield f"{names_of(f'{name}_extent' for name in self.pools)} = pools.extents"
-        for name in self.pools:
-            yield f"{name}_ptr = {name}.data_ptr()"
-            yield f"{name}_end = {name}_ptr + {name}_extent"
 
     def range_lines(self, names: Sequence[str]) -> Iterator[str]:
         """Write the common range of what is written."""
@@ -149,17 +137,17 @@ class VariantSource:
         for name in self.rest:
             dims, size = self.variant.dims[name], f"{name}_size"
             static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
-            if not self.rows(name):
+            if name not in self.rows:
                 found.append((f"{name}_mask", f"{size} - 1"))
-            if static and self._is_counted(name):
+            if static and len(self.runtime[name]) == 1:  # see `_fast_sizes`
                 found.append((f"{name}_row", " * ".join(static)))
-            found += [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime(name)]
+            found += [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime[name]]
             spans = [f"({name}_n{i} - 1) * {name}_t{i}" for i, dim in enumerate(dims) if not dim.runtime]
-            ends = [f"- {name}_t{i}" for i, _ in self.runtime(name)]
+            ends = [f"- {name}_t{i}" for i, _ in self.runtime[name]]
             found.append((f"{name}_rest", f"({' '.join([' + '.join(['1', *spans]), *ends])}) * {size}"))
         return found
 
-    def fast_lines(self, is_bound: bool) -> Iterator[str]:
+    def fast_lines(self) -> Iterator[str]:
         """Write a call whose strides are settled."""
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
@@ -169,14 +157,14 @@ class VariantSource:
         yield from self._fast_sizes(given, conditions)
         ends = {}
         for name in self.rest:
-            steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime(name)]
+            steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime[name]]
             ends[name] = f"{name}_ptr + {name}_rest{''.join(steps)}"
             yield f"{name}_ptr = {name}.data_ptr()"
         if self.outputs:
             yield from self._fast_outputs(ends)
-        rows = [f"{name}_ptr" for name in filter(self.rows, self.rest)]
+        rows = [f"{name}_ptr" for name in self.rows]
         refused = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
-        refused += [f"{name}_ptr & {name}_mask" for name in self.rest if not self.rows(name)]
+        refused += [f"{name}_ptr & {name}_mask" for name in self.rest if name not in self.rows]
         refused += [] if self.outputs else self.overlap(ends)
         conditions += [f"not ({' or '.join(alone(check) for check in refused)})"] if refused else []
         conditions += [f"({check})" for check in self.relations()]
@@ -197,20 +185,16 @@ class VariantSource:
         shared = [*(f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in pairs), *self.overlap(ends)]
         wrong = [alone(check) for check in [*(size.replace("==", "!=") for size in sizes), *shared]]
         lines += [f"if {' or '.join(wrong)}:", "    late = True", "    continue"] if wrong else []
-        is_made = {*self.outputs} == {arg.name for arg in self.schema.args if arg.returned}
+        is_made = {*self.outputs} == {*self.returned}
         yield from ["if not made:", *(f"    {line}" for line in lines)] if is_made else lines
-
-    def _is_counted(self, name: str) -> bool:
-        """Whether the number of elements tells the size that is not known: it costs half of a shape."""
-        return len(self.runtime(name)) == 1
 
     def _fast_sizes(self, names: Sequence[str], conditions: list[str], known: Iterable[str] = ()) -> Iterator[str]:
         """Read run-time sizes: the number of elements says as much as a shape where one size is unknown, and costs half."""
         known = set(known)
-        for name in sorted(names, key=lambda name: (len(self.runtime(name)) != 1, self.rows(name))):
-            dims, unknown = self.variant.dims[name], self.runtime(name)
+        for name in sorted(names, key=lambda name: (len(self.runtime[name]) != 1, name in self.rows)):
+            dims, unknown = self.variant.dims[name], self.runtime[name]
             row = f" * {name}_row" if len(dims) > 1 else ""
-            if self._is_counted(name) and (unknown[0][1].name in known or not row):
+            if len(unknown) == 1 and (unknown[0][1].name in known or not row):
                 word = unknown[0][1].name
                 if word in known:
                     conditions.append(f"{name}.numel() == {word}{row}")
@@ -225,19 +209,18 @@ class VariantSource:
     def relations(self) -> list[str]:
         """Return the conditions of the schema whose words this variant has. Those on static sizes were checked with the signature."""
         dims = [(name, i, dim) for name in (*self.pools, *self.rest) for i, dim in enumerate(self.variant.dims[name])]
-        sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if not dim.runtime}
+        sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if dim.name not in self.words}
         found = []
         for relation in self.schema.relations:
             names = relation.words
             if all(word in self.words or word in sizes for word in names) and any(word in self.words for word in names):
-                holds = _substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words})
+                holds = re.sub(r"[A-Za-z_]\w*", lambda word: sizes.get(word[0], word[0]), relation.expression)
                 found.append(f"{relation.without} is not None or {holds}" if relation.without else holds)
         return found
 
     def finish(self, call: str) -> list[str]:
         """Write a call that is the last, and what is returned."""
-        returned = [arg.name for arg in self.schema.args if arg.returned]
-        return [call, f"return {', '.join(returned)}"] if returned else [f"return {call}"]
+        return [call, f"return {', '.join(self.returned)}"] if self.returned else [f"return {call}"]
 
     # The body
 
@@ -250,7 +233,11 @@ class VariantSource:
         doubts += [f"{name}_ptr < {LOWEST}" for name in (*self.rest, *self.pools)]
         for name in self.rest:
             yield from self._read(name, doubts, bound)
-        yield from self.pool_lines()
+        if self.pools:
+            yield f"{names_of(f'{name}_extent' for name in self.pools)} = pools.extents"
+        for name in self.pools:
+            yield f"{name}_ptr = {name}.data_ptr()"
+            yield f"{name}_end = {name}_ptr + {name}_extent"
         if self.mutated:
             yield from self.range_lines(self.mutated)
         doubts += [f"not ({check})" for check in self.relations()]
@@ -275,18 +262,7 @@ class VariantSource:
         yield from (f"            {line}" for line in self.finish(f"fast.launch({self.launch_args})"))
         yield from self.finish(f"plan.run({', '.join(self.schema.arg_names)})")
 
-    @property
-    def values(self) -> str:
-        """Write the tuple of all arguments."""
-        return tuple_of(self.schema.arg_names)
-
-    @property
-    def group(self) -> int:
-        """1 where a host int stands in place of a tensor, else 0: their calls are remembered apart."""
-        return int(self.variant.pivot_rank == HOST_INT_RANK)
-
     def _read(self, name: str, doubts: list[str], bound: set[str]) -> Iterator[str]:
-        """Read a tensor with run-time sizes."""
         dims = self.variant.dims[name]
         if dims:
             sizes = []
@@ -301,7 +277,7 @@ class VariantSource:
             spans = " + ".join(f"({size} - 1) * {name}_t{i}" for i, size in enumerate(sizes))
         yield f"{name}_ptr = {name}.data_ptr()"
         yield f"{name}_end = {name}_ptr + (1{f' + {spans}' if dims else ''}) * {name}_size"
-        if not self.rows(name):
+        if name not in self.rows:
             doubts.append(f"{name}_ptr & ({name}_size - 1)")
             return
         yield f"{name}_bits = {name}_ptr | {name}_full"
@@ -310,9 +286,8 @@ class VariantSource:
 
     def _entry_lines(self) -> Iterator[str]:
         """Find the entry for the alignment of the tensors."""
-        rows = [name for name in self.rest if self.rows(name)]
         pools = " | ".join(f"{name}_ptr" for name in self.pools)
-        short = ([f"({pools}) & {MAX_ALIGNMENT - 1}"] if pools else []) + [f"{name}_bits & ({name}_full - 1)" for name in rows]
+        short = ([f"({pools}) & {MAX_ALIGNMENT - 1}"] if pools else []) + [f"{name}_bits & ({name}_full - 1)" for name in self.rows]
         yield f"is_full = not ({' or '.join(short)})" if short else "is_full = True"
         optional = []
         if self.optional:
@@ -325,7 +300,7 @@ class VariantSource:
             yield "    if more is None:"
             yield from (f"        {line}" for line in self.finish(f"slow({self.values}, named)"))
             optional = ["*more"]
-        bits = [*(f"({name}_ptr | {MAX_ALIGNMENT})" for name in self.pools), *(f"{name}_bits" for name in rows)]
+        bits = [*(f"({name}_ptr | {MAX_ALIGNMENT})" for name in self.pools), *(f"{name}_bits" for name in self.rows)]
         classes = tuple_of([*(f"{bit} & -{bit}" for bit in bits), *optional])
         yield "if is_full:"
         yield "    classes, entry = None, signature.full"
@@ -354,11 +329,6 @@ def names_of(parts: Iterable[str]) -> str:
 def alone(check: str) -> str:
     """Put a condition in brackets where it has an operator that binds less than ``or``'s neighbours should."""
     return f"({check})" if " and " in check or " or " in check else check
-
-
-def _substitute(expression: str, words: dict[str, str]) -> str:
-    """Replace whole words in an expression of the schema."""
-    return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), expression)
 
 
 def indented(lines: Iterable[str], by: int) -> list[str]:

@@ -76,15 +76,14 @@ def _check_names(schema: OpSchema) -> None:
 
 
 class _Module:
-    """Writes the module of an op."""
-
     def __init__(self, schema: OpSchema) -> None:
         self.schema = schema
         self.sources = [VariantSource(schema, variant) for variant in variants_of(schema)]
         self.groups = {source.group: [each for each in self.sources if each.group == source.group] for source in reversed(self.sources)}
-        self.finish, self.values, self.pools = self.sources[0].finish, self.sources[0].values, self.sources[0].pools
+        first = self.sources[0]  # these are the same in all
+        self.finish, self.values, self.pools = first.finish, first.values, first.pools
+        self.optional, self.returned = first.optional, first.returned
         self.pivot = schema.args[pivot_of(schema)].name
-        self.returned = [arg.name for arg in schema.args if arg.returned]
         self.ints = [arg.name for arg in schema.args if arg.role is Role.RUNTIME_INT and not arg.dims]
 
     def text(self) -> str:
@@ -150,11 +149,11 @@ class _Module:
         if self.returned:
             yield f"    if {' and '.join(f'{name} is None' for name in self.returned)}:"
             yield f"        {names_of(self.returned)} = make_outputs({values})"
-        key = tuple_of(["named", str(group), self._static, *(f"{name} is None" for name in sources[0].optional)])
+        key = tuple_of(["named", str(group), self._static, *(f"{name} is None" for name in self.optional)])
         yield f"    key = {key}"
         yield f"    signature = recent.signature{group}"
         yield "    try:"
-        optional = f" and (signature.optional is None or signature.optional.accept({values}))" if sources[0].optional else ""
+        optional = f" and (signature.optional is None or signature.optional.accept({values}))" if self.optional else ""
         known = "pools is not None and signature.pools is pools and signature.key == key"
         yield f"        known = {known} and signature.guard({tensors}){optional}"
         yield "    except TypeError:  # what is no tensor"
@@ -170,7 +169,6 @@ class _Module:
         yield from indented(sources[-1].body_lines(), 1)
 
     def _call(self, is_bound: bool) -> Iterator[str]:
-        """Write a way in."""
         own = "own_name" if is_bound else "None"
         args = [name for name in self.schema.arg_names if not (is_bound and name in self.pools)]
         yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
@@ -205,7 +203,6 @@ class _Module:
         yield f"return body{group}(recent, pools, {', '.join(self.schema.arg_names)}, named)"
 
     def _traced(self, is_bound: bool, own: str) -> list[str]:
-        """Write what torch.compile traces."""
         call = f"trace({self.values}, {own})"
         if not is_bound or not self.pools:
             return [f"return {call}"]
@@ -226,7 +223,7 @@ class _Module:
         else:
             yield f"if not ({current}):"
         yield "    pools = None"
-        conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in sources[0].optional)]
+        conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in self.optional)]
         conditions += [f"type({name}) is int" for name in self.ints]
         yield f"elif {' and '.join(conditions)}:"
         if pools:
@@ -245,10 +242,10 @@ class _Module:
         yield "            continue"
         for source in sources[:-1]:
             yield f"        if variant == {source.variant.number}:"
-            yield from indented(source.fast_lines(is_bound), 3)
+            yield from indented(source.fast_lines(), 3)
             yield "            late = True"
             yield "            continue"
-        yield from indented(sources[-1].fast_lines(is_bound), 2)
+        yield from indented(sources[-1].fast_lines(), 2)
         yield "        late = True"
 
 
