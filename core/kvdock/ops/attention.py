@@ -82,7 +82,6 @@ def _values(tensor: torch.Tensor | None) -> Any:
 
 
 def _query_counts(cu: Any, queries: int, most: int, lens: Any) -> Any:
-    """Return how many queries each sequence has."""
     if cu is None:
         return 1
     counts = np.diff(cu)

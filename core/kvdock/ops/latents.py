@@ -90,7 +90,6 @@ class LatentKernel(Kernel):
 
 
 def _rank(request: Request) -> int:
-    """Return how many elements a latent has."""
     return next(int(meta.shape[-1] or 0) for name, meta in request.args.items() if name.startswith("kv_c") and name != "kv_cache")
 
 

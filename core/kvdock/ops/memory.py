@@ -13,9 +13,9 @@ import torch
 from kvdock.errors import ArgumentValueError, KVDockError
 from kvdock.interface import HOST_INT, TensorMeta
 from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
-from kvdock.ops.schema import Arg, OpSchema, Role
+from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 
-__all__ = ["check_overlap", "check_storage", "check_strides", "meta_of", "refuse", "unlike_memory"]
+__all__ = ["alignment_class", "check_overlap", "check_storage", "check_strides", "full_alignment", "meta_of", "refuse", "unlike_memory"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Of another type the elements may lie elsewhere, or mean something else. A `torch.nn.Buffer` is a `torch.Tensor`."""
@@ -111,13 +111,28 @@ def meta_of(arg: Arg, value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
     dims = arg.dims_of_rank(value.dim()) or ()
-    address, item = value.data_ptr(), value.element_size()
-    if dims and not any(dim.runtime for dim in dims):
+    is_static = bool(dims) and not any(dim.runtime for dim in dims)
+    alignment = alignment_class(dims, value, is_static)
+    if is_static:
         strides, is_on_host = normalised(value.shape, value.stride()), value.device != device
-        return TensorMeta(value.dtype, tuple(value.shape), strides, alignment_of([address]), is_on_host)
+        return TensorMeta(value.dtype, tuple(value.shape), strides, alignment, is_on_host)
     shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
-    if not dims or dims[-1].runtime:  # read element by element, as an index tensor is
-        return TensorMeta(value.dtype, shape, None, alignment_of([address, item]))
-    # The length of a row counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
-    steps = [stride * item for length, stride in zip(value.shape[:-1], value.stride()[:-1], strict=True) if length > 1]
-    return TensorMeta(value.dtype, shape, None, alignment_of([address, value.shape[-1] * item, *steps]))
+    return TensorMeta(value.dtype, shape, None, alignment)
+
+
+def alignment_class(dims: tuple[Dim, ...], tensor: torch.Tensor, is_static: bool) -> int:
+    """Return the alignment class of a tensor: of its pointer, and of rows with run-time strides also of their length and every step.
+
+    The length of a row counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
+    """
+    if is_static:
+        return alignment_of([tensor.data_ptr()])
+    item = tensor.element_size()
+    steps = [stride * item for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1]
+    return alignment_of([tensor.data_ptr(), full_alignment(dims, tensor), *steps])
+
+
+def full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
+    """Return the best alignment class that a tensor with run-time sizes can have: that of its rows, or of the elements of an index."""
+    size = tensor.element_size()
+    return alignment_of([size if not dims or dims[-1].runtime else int(tensor.shape[-1]) * size])

@@ -25,8 +25,9 @@ import torch
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.guarded import raise_memory
 from kvdock.ops.calls.variant import Variant
-from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, alignment_of, extent
+from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, extent
 from kvdock.ops.guards import Guard, make_guard, never
+from kvdock.ops.memory import alignment_class, full_alignment
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
 
 __all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes", "new_outputs"]
@@ -222,7 +223,7 @@ class Signature:
         self.optional = _OptionalTensors(schema, present, args) if present else None
         self.full: Entry = EMPTY
         self.entries: dict[tuple[int, ...], Entry] = {}
-        self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), _full_alignment(d, tensor))]
+        self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), full_alignment(d, tensor))]
         self.fast: dict[tuple[int, ...], FastCall | int] = {}
 
     def is_due(self, strides: tuple[int, ...]) -> bool:
@@ -294,11 +295,10 @@ class _OptionalTensors:
             tensor = values[place]
             if not all(tensor.shape) or any(sizes.setdefault(d.name, n) != n for d, n in zip(dims, tensor.shape, strict=True) if d.runtime):
                 return None
-            at, size = tensor.data_ptr(), tensor.element_size()
+            at = tensor.data_ptr()
             if at < LOWEST or (at < high and low < at + extent(tensor)):
                 return None
-            steps = [step * size for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
-            classes.append(alignment_of([at] if is_static else [at, _full_alignment(dims, tensor), *steps]))
+            classes.append(alignment_class(dims, tensor, is_static))
         known = self._sizes | sizes if self._relations else {}
         return tuple(classes) if all(relation.holds(known) for relation in self._relations) else None
 
@@ -333,7 +333,6 @@ def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor 
 
 
 def _static_sizes(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> list[list[int | None]]:
-    """Return the sizes that may not change."""
     pairs = zip(dims, tensors, strict=True)
     return [[None if dim.runtime else size for dim, size in zip(each, tensor.shape, strict=True)] for each, tensor in pairs]
 
@@ -356,7 +355,7 @@ def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) ->
     Steps between rows must be as aligned as rows. An output must be dense, and only its outermost size may change: at these strides,
     places would coincide if another grew.
     """
-    best, item = _full_alignment(dims, tensor), tensor.element_size()
+    best, item = full_alignment(dims, tensor), tensor.element_size()
     sizes: _Fixed = []
     strides: _Fixed = []
     dense = tensor.numel()
@@ -373,12 +372,3 @@ def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) ->
         sizes.append(None if dim.runtime and not (is_output and any(kept != 1 for kept in sizes)) else size)
         strides.append(stride)
     return sizes, strides
-
-
-def _full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
-    """Return the best alignment class that a tensor with run-time sizes can have: that of its rows, or of its elements."""
-    size = tensor.element_size()
-    return alignment_of([size if not dims or dims[-1].runtime else int(tensor.shape[-1]) * size])
-
-
-assert MAX_ALIGNMENT == 16  # noqa: S101 - the code in `kvdock.ops.calls` compares with it

@@ -210,7 +210,6 @@ def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]
 
 
 def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
-    """Refuse sizes that a relation of the schema forbids."""
     if not relation.holds(sizes):
         dims = {name: schema.arg(name).dims_of_rank(tensor.dim()) or () for name, tensor in tensors.items()}
         sized = (name for name in tensors if any(dim.name in relation.words for dim in dims[name]))

@@ -81,11 +81,6 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, val
     index = (place // block_size, place % block_size)
     bits = as_bits(cache)
     # With nothing valid, the place is written with what it holds.
-    values = torch.where(valid.any(), _take_rows(as_bits(rows), source), bits[index])
-    bits.index_put_(index, values)
-
-
-def _take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return ``[n, heads, dim]`` rows by flat position in the leading dimensions of ``[..., heads, dim]``."""
-    width = max(rows.shape[1], 1)
-    return rows.index_select(0, index) if rows.dim() == 3 else rows[index // width, index % width]
+    rows, width = as_bits(rows), max(rows.shape[1], 1)
+    taken = rows.index_select(0, source) if rows.dim() == 3 else rows[source // width, source % width]
+    bits.index_put_(index, torch.where(valid.any(), taken, bits[index]))
