@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 
 from kvdock.errors import CapacityError, KVDockError, PluginError
-from kvdock.interface import Backend
+from kvdock.interface import Backend, Stream
 
-__all__ = ["are_reasons", "ask", "ask_devices", "ask_guard", "blame", "is_about_memory", "raise_memory"]
+__all__ = ["are_reasons", "ask", "ask_devices", "ask_guard", "ask_pin", "ask_side_stream", "blame", "is_about_memory", "raise_memory"]
 
 _FIX = "report it to the plugin's author; KVDOCK_BACKENDS_DENY leaves a plugin out"
 
@@ -88,6 +88,24 @@ def ask_guard(backend: Backend, device: torch.device) -> contextlib.ExitStack:
 
     ask(backend.name, f"device_guard({device})", enter, "a context manager", lambda _: True)
     return stack
+
+
+def ask_side_stream(backend: Backend, device: torch.device) -> Stream | None:
+    """Return a new stream of a device, see `Backend.side_stream`. Raises `PluginError` as `ask` does."""
+    with ask_guard(backend, device):
+        made: Stream | None = ask(
+            backend.name, "side_stream()", lambda: backend.side_stream(device), "a Stream or None", lambda it: isinstance(it, Stream | None)
+        )
+    return made
+
+
+def ask_pin(backend: Backend, memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+    """Lock pages of host memory for a device, see `Backend.pin`. Raises `PluginError` as `ask` does."""
+    with ask_guard(backend, device):
+        undo: Callable[[], None] | None = ask(
+            backend.name, "pin()", lambda: backend.pin(memory, device), "a function or None", lambda it: it is None or callable(it)
+        )
+    return undo
 
 
 def blame(error: BaseException, op: str, find: Callable[[], tuple[str, object]]) -> None:

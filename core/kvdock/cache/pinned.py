@@ -19,6 +19,7 @@ import torch
 from kvdock.cache.interface import OpSource, active_name
 from kvdock.cache.memory import aligned
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError
+from kvdock.guarded import ask_pin
 from kvdock.interface import HOST
 from kvdock.ops.selection import Choice
 
@@ -114,7 +115,7 @@ class HostPages:
             if self._is_over.is_set():
                 return
             chunk = memory[begin : begin + CHUNK]
-            undo = self._choice.pin(chunk, self._device)
+            undo = ask_pin(self._choice.backend, chunk, self._device)
             if undo is None:
                 return
             pages.locked.append(undo)

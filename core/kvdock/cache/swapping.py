@@ -23,6 +23,7 @@ import torch
 from kvdock.cache.interface import OpSource
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentTypeError
+from kvdock.guarded import ask_side_stream
 from kvdock.interface import HOST, Mark, Stream
 from kvdock.layout import KVCacheLayout
 from kvdock.ops.api import BlockPairs
@@ -118,7 +119,7 @@ class Swapper:
         """Return the stream for a cache's device, made at the first swap."""
         key = end.device, end.backend_name
         if key not in self._streams:
-            self._streams[key] = self._ops.choose("swap_blocks_", *key).side_stream(end.device)
+            self._streams[key] = ask_side_stream(self._ops.choose("swap_blocks_", *key).backend, end.device)
         return self._streams[key]
 
 

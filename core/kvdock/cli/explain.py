@@ -9,7 +9,7 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import attrs
@@ -21,12 +21,13 @@ from kvdock.cli.counters import counters, show_counters
 from kvdock.cli.explain_model import calls_of, explain_model, lines_of
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines
 from kvdock.errors import ArgumentValueError, KVDockWarning
-from kvdock.ops.catalog import CATALOG, example
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import Arg, OpSchema, Role
+from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["command", "explain"]
+__all__ = ["command", "example", "explain"]
 
 _TRANSFORMERS = "transformers"
 """What stands in place of an op, for the cache of a model of Transformers."""
@@ -106,6 +107,48 @@ def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, Any], sc
         lines = str(error).splitlines() or [type(error).__name__]
         got = f"{device!r} and {dtype} ({lines[0]})"
         raise ArgumentValueError("--device and --dtype", expected="a device on which torch can allocate that dtype", got=got) from error
+
+
+def example(
+    op: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    block_size: int,
+    rope_dim: int = 0,
+    schemas: Mapping[str, OpSchema] = CATALOG,
+    present: Collection[str] = (),
+) -> tuple[Any, ...]:
+    """Return small arguments for an op, in its schema's order: what is asked about. All zeros.
+
+    Arguments that may not have ``dtype``, such as indices, get the last of theirs; sizes of other names are 1. The ops are those of
+    ``schemas``; optional arguments are there where ``present`` names them, and scales of quantised caches. With ``rope_dim`` caches
+    hold latents, of ``head_dim`` elements with those of the rotary part, and values are a view of the keys.
+
+    Raises:
+        ArgumentValueError: there is no such op; lists those there are.
+    """
+    if op not in schemas:
+        raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
+    sizes = {"NB": 2, "NBs": 2, "NBd": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
+    sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv", "Dc", "Dp"), head_dim) | {"Dw": 2 * head_dim}
+    if rope_dim:
+        sizes |= dict.fromkeys(("Dv", "Dc"), head_dim - rope_dim) | {"Dp": rope_dim, "Dw": head_dim}
+
+    def build(arg: Arg) -> Any:
+        if not arg.is_tensor:
+            return arg.default
+        if arg.optional and arg.name not in present and not (arg.scale_of and dtype in QUANTISED_DTYPES):
+            return None
+        shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
+        return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)
+
+    made = {arg.name: build(arg) for arg in schemas[op].args}
+    if rope_dim and {"k_cache", "v_cache"} <= made.keys():
+        made["v_cache"] = made["k_cache"][..., : head_dim - rope_dim]
+    return tuple(made.values())
 
 
 def command(

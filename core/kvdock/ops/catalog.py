@@ -7,13 +7,12 @@ positions; Dw elements of a row of latents, Dc of a latent and Dp of the rotary 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from kvdock.errors import ArgumentValueError
 from kvdock.ops.attention import PAGED_ATTENTION
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
@@ -29,7 +28,6 @@ __all__ = [
     "PAGED_CACHING",
     "STATIC_UPDATE",
     "SWAP_BLOCKS",
-    "example",
 ]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -160,45 +158,3 @@ MLA_GATHER = OpSchema(
 _OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, SWAP_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)
 CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in _OPS})
 """Every op by name."""
-
-
-def example(
-    op: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    head_dim: int,
-    block_size: int,
-    rope_dim: int = 0,
-    schemas: Mapping[str, OpSchema] = CATALOG,
-    present: Collection[str] = (),
-) -> tuple[Any, ...]:
-    """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
-
-    Arguments that may not have ``dtype``, such as indices, get the last of theirs; sizes of other names are 1. The ops are those of
-    ``schemas``; optional arguments are there where ``present`` names them, and scales of quantised caches. With ``rope_dim`` caches
-    hold latents, of ``head_dim`` elements with those of the rotary part, and values are a view of the keys.
-
-    Raises:
-        ArgumentValueError: there is no such op; lists those there are.
-    """
-    if op not in schemas:
-        raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
-    sizes = {"NB": 2, "NBs": 2, "NBd": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
-    sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv", "Dc", "Dp"), head_dim) | {"Dw": 2 * head_dim}
-    if rope_dim:
-        sizes |= dict.fromkeys(("Dv", "Dc"), head_dim - rope_dim) | {"Dp": rope_dim, "Dw": head_dim}
-
-    def build(arg: Arg) -> Any:
-        if not arg.is_tensor:
-            return arg.default
-        if arg.optional and arg.name not in present and not (arg.scale_of and dtype in QUANTISED_DTYPES):
-            return None
-        shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
-        return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)
-
-    made = {arg.name: build(arg) for arg in schemas[op].args}
-    if rope_dim and {"k_cache", "v_cache"} <= made.keys():
-        made["v_cache"] = made["k_cache"][..., : head_dim - rope_dim]
-    return tuple(made.values())

@@ -17,7 +17,7 @@ import torch
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import BackendError, UnsupportedError
 from kvdock.guarded import are_reasons, ask, ask_guard
-from kvdock.interface import KVDOCK_API, Backend, Capabilities, Descriptor, Kernel, Request, Stream, TensorMeta
+from kvdock.interface import KVDOCK_API, Backend, Capabilities, Descriptor, Kernel, Request, TensorMeta
 from kvdock.ops.brought import Op
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
@@ -53,20 +53,6 @@ class Choice:
     capabilities: Capabilities
     reason: str
     api: tuple[int, int] = KVDOCK_API
-
-    def side_stream(self, device: torch.device) -> Stream | None:
-        """Return a new stream of a device, see `Backend.side_stream`. Raises `PluginError` as `kvdock.guarded.ask` does."""
-        with ask_guard(self.backend, device):
-            question = functools.partial(self.backend.side_stream, device)
-            made: Stream | None = ask(self.backend.name, "side_stream()", question, "a Stream or None", _is_a(Stream | None))
-        return made
-
-    def pin(self, memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
-        """Lock pages of host memory for a device, see `Backend.pin`. Raises `PluginError` as `kvdock.guarded.ask` does."""
-        with ask_guard(self.backend, device):
-            question = functools.partial(self.backend.pin, memory, device)
-            undo: Callable[[], None] | None = ask(self.backend.name, "pin()", question, "a function or None", _is_a(Callable | None))
-        return undo
 
 
 class Chooser(Protocol):

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 import kvdock
-from kvdock.ops.catalog import CATALOG, example
+from kvdock.cli.explain import example
+from kvdock.ops.catalog import CATALOG
 from opskit import Geometry, Memory, Target, check
 from opskit.targets import forget_runtimes
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvdock.ops.catalog import CATALOG, example
+from kvdock.cli.explain import example
+from kvdock.ops.catalog import CATALOG
 
 SIZES = {"device": torch.device("cpu"), "dtype": torch.float16, "heads": 1, "head_dim": 576, "block_size": 16}
 
