@@ -33,10 +33,8 @@ _GENERATIONS = itertools.count(1)  # every clear of any op draws its own number,
 class CacheSettings:
     """What all threads' caches of one op share, and what they counted. The capacity is that of each thread and device."""
 
-    def __init__(self, op: str, capacity: int, destroyer: Callable[[Any], None] | None) -> None:
-        self.op = op
-        self.capacity = capacity
-        self.destroyer = destroyer
+    def __init__(self, capacity: int, destroyer: Callable[[Any], None] | None) -> None:
+        self.capacity, self.destroyer = capacity, destroyer
         self.generation = 0
         """Part of every key of a call: what was prepared under an earlier one is never found again."""
         self.living: dict[int, weakref.ref[_OpCache]] = {}
@@ -141,8 +139,10 @@ class DescriptorCacheManager:
     """
 
     def __init__(self, capacities: Mapping[str, int] | None = None) -> None:
-        self._capacities = {op: _checked(op, value) for op, value in (capacities or {}).items()}
+        self._capacities: dict[str, int] = {}
         self._declared: dict[str, tuple[CacheSettings, ThreadCaches]] = {}
+        for op, capacity in (capacities or {}).items():
+            self.set_capacity(op, capacity)
 
     def declare(self, op: str, destroyer: Callable[[Any], None] | None = None) -> tuple[CacheSettings, ThreadCaches]:
         """Make the caches of an op known, whose destroyer is called once with each descriptor, in the thread that owns it.
@@ -152,7 +152,7 @@ class DescriptorCacheManager:
         Raises:
             ArgumentValueError: the op is declared already with another destroyer, so that descriptors would be mixed up.
         """
-        settings = CacheSettings(op, self._capacities.get(op, DEFAULT_CAPACITY), destroyer)
+        settings = CacheSettings(self._capacities.get(op, DEFAULT_CAPACITY), destroyer)
         found = self._declared.setdefault(op, (settings, ThreadCaches(settings)))  # one step: of two threads one wins
         if found[0].destroyer != destroyer:
             raise ArgumentValueError(
@@ -184,7 +184,7 @@ class DescriptorCacheManager:
             ArgumentTypeError: a capacity that is no int.
             ArgumentValueError: a capacity below 1.
         """
-        self._capacities[op] = _checked(op, capacity)
+        self._capacities[op] = check_int(f"descriptor capacity of {op}", capacity, 1)
         if op in self._declared:
             self._declared[op][0].capacity = capacity
 
@@ -209,7 +209,3 @@ class DescriptorCacheManager:
             known = ", ".join(sorted(self._declared)) or "none yet"
             raise ArgumentValueError("descriptor caches", expected=f"a declared op: {known}", got=repr(op), fix="declare(op) first")
         return self._declared[op]
-
-
-def _checked(op: str, capacity: object) -> int:
-    return check_int(f"descriptor capacity of {op}", capacity, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ class Plan(Held):
     def __init__(self, descriptor: Descriptor, selection: Selection, owner: Owner) -> None:
         super().__init__(descriptor, owner, functools.partial(selection.choice.backend.device_guard, selection.device))
         self.descriptor = descriptor
-        self._known = selection.known
+        self._known = known = selection.known
         self.run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
-        if self._known is not None:
-            self.run = _of_its_version(self.run, self._known)
+        if known is not None:  # arguments that came later are absent, or it would not have been chosen
+            self.run = lambda *values: descriptor(*[values[place] for place in known])
         self._plain = self.run
         if descriptor.uses_autograd:
             self.run = outside_autograd(self.run)
@@ -47,19 +47,10 @@ class Plan(Held):
         return self.descriptor.fix(*(values if self._known is None else [values[place] for place in self._known]))
 
 
-def _of_its_version(run: Callable[..., None], known: Sequence[int]) -> Callable[..., None]:
-    """Call a descriptor with the arguments that it knows; those that came later are absent, or it would not have been chosen."""
-
-    def run_of_its_version(*values: Any) -> None:
-        run(*[values[place] for place in known])
-
-    return run_of_its_version
-
-
 def outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
     """Keep autograd away from a call: a cache records no gradients, must not be drawn into a graph, and may be made for inference."""
 
-    def runoutside_autograd(*values: Any) -> None:
+    def run_outside_autograd(*values: Any) -> None:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
             with torch.inference_mode():  # torch refuses to write them elsewhere, to some kernels half-way
@@ -69,7 +60,7 @@ def outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
                 return run(*values)
         return run(*values)
 
-    return runoutside_autograd
+    return run_outside_autograd
 
 
 def _noting_capture(run: Callable[..., None], selection: Selection, ending: Ending) -> Callable[..., None]:
