@@ -122,11 +122,6 @@ class Arg:
         return next((dims for dims in self.shapes() if len(dims) == rank), None)
 
 
-@functools.cache
-def _compiled(expression: str) -> types.CodeType:
-    return compile(expression, "<relation>", "eval")
-
-
 @attrs.frozen
 class Relation:
     """A condition on run-time sizes, checked at every call.
@@ -144,16 +139,17 @@ class Relation:
     expected: str
     fix: str
     without: str | None = None
+    code: types.CodeType = attrs.field(init=False, eq=False, repr=False)
+    """The expression, compiled. Its ``co_names`` are the words in it."""
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words in it."""
-        return _compiled(self.expression).co_names
+    @code.default
+    def _code(self) -> types.CodeType:
+        return compile(self.expression, "<relation>", "eval")
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether it holds of sizes by word. One about sizes that are absent does."""
         try:
-            return bool(eval(_compiled(self.expression), {"__builtins__": {}}, sizes))  # noqa: S307 - from the schema, never from a user
+            return bool(eval(self.code, {"__builtins__": {}}, sizes))  # noqa: S307 - from the schema, never from a user
         except NameError:
             return True
 

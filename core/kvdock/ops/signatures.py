@@ -281,7 +281,7 @@ class _OptionalTensors:
         self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
         words = {dim.name for dims in self._dims for dim in dims}
         names = {arg.name for arg in present}
-        self._relations = [each for each in schema.relations if each.without not in names and words.intersection(each.words)]
+        self._relations = [each for each in schema.relations if each.without not in names and words.intersection(each.code.co_names)]
         self._sizes = known_sizes(schema, args)
 
     def accept(self, values: tuple[Any, ...]) -> bool:

@@ -212,7 +212,7 @@ def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]
 def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
     if not relation.holds(sizes):
         dims = {name: schema.arg(name).dims_of_rank(tensor.dim()) or () for name, tensor in tensors.items()}
-        sized = (name for name in tensors if any(dim.name in relation.words for dim in dims[name]))
+        sized = (name for name in tensors if any(dim.name in relation.code.co_names for dim in dims[name]))
         name = relation.arg if relation.arg in tensors else [*sized][-1]
         expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
         refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))

@@ -212,7 +212,7 @@ class VariantSource:
         sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if dim.name not in self.words}
         found = []
         for relation in self.schema.relations:
-            names = relation.words
+            names = relation.code.co_names
             if all(word in self.words or word in sizes for word in names) and any(word in self.words for word in names):
                 holds = re.sub(r"[A-Za-z_]\w*", lambda word: sizes.get(word[0], word[0]), relation.expression)
                 found.append(f"{relation.without} is not None or {holds}" if relation.without else holds)
