@@ -53,7 +53,7 @@ from kvdock.interface import (
     TensorMeta,
 )
 from kvdock.ops.attention import check_paged_attention
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 from kvdock.ops.dispatcher import call_op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
 from kvdock.ops.latents import LatentKernel

@@ -1,4 +1,4 @@
-"""The ops kvdock knows, as data. Adding one is adding an `OpSchema` here; nothing else in core branches on an op.
+"""The ops kvdock knows, as data. Adding one is adding an `OpSchema` here; nothing else in core branches on an op. A plugin has an `Op`.
 
 Sizes: NB blocks of ``block`` places each, or NBs and NBd in two pools; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S
 positions; Dw elements of a row of latents, Dc of a latent and Dp of the rotary part behind it.
@@ -7,16 +7,21 @@ positions; Dw elements of a row of latents, Dc of a latent and Dp of the rotary 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 
+from kvdock.errors import ArgumentTypeError
+from kvdock.interface import Kernel
 from kvdock.ops.attention import PAGED_ATTENTION
+from kvdock.ops.calls.writer import source_of
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
-from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
+from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES, check_op_words
 
 __all__ = [
     "CATALOG",
@@ -28,6 +33,7 @@ __all__ = [
     "PAGED_CACHING",
     "STATIC_UPDATE",
     "SWAP_BLOCKS",
+    "Op",
 ]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -158,3 +164,37 @@ MLA_GATHER = OpSchema(
 _OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, SWAP_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)
 CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in _OPS})
 """Every op by name."""
+
+
+@attrs.frozen
+class Op:
+    """An op of a plugin's own, which the hook ``kvdock_ops`` returns. It is called, cached, bound and explained as kvdock's own are.
+
+    Args:
+        schema: what it takes and writes. Its name begins with that of its plugin, so that no two plugins mean different things by one.
+        portable: a kernel of torch operations for any device, which serves what a backend lacks. It asks for no values on a device.
+        reference: the meaning, in plain loops: a function of the arguments in the schema's order that writes what the op writes. For
+            tests only; the conformance kit compares kernels with it.
+        draw: returns good values of what the schema cannot say, given sizes and a generator: see the reference for authors of plugins.
+        tolerance: how far a written number may be from the reference's, absolutely and relative to it; 0 means bit for bit.
+
+    Raises:
+        ArgumentTypeError: a part of the wrong type.
+        ArgumentValueError: a name that kvdock's own ops have, or that the code of a call cannot have; a tensor without sizes or dtypes.
+    """
+
+    schema: OpSchema
+    portable: Kernel
+    reference: Callable[..., object]
+    draw: Callable[[Mapping[str, int], random.Random], Mapping[str, object]] | None = None
+    tolerance: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for part, kind in (("schema", OpSchema), ("portable", Kernel)):
+            if not isinstance(getattr(self, part), kind):
+                raise ArgumentTypeError(f"Op: {part}", expected=f"a {kind.__name__}", got=repr(getattr(self, part))[:80])
+        for part in ("reference", "draw"):
+            if not callable(getattr(self, part)) and (part, self.draw) != ("draw", None):
+                raise ArgumentTypeError(f"Op: {part}", expected="a function", got=repr(getattr(self, part))[:80])
+        check_op_words(self.schema.name, CATALOG, {arg.name: (arg.dims, arg.dtypes) for arg in self.schema.args if arg.is_tensor})
+        source_of(self.schema)

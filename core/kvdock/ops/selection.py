@@ -18,7 +18,7 @@ from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import BackendError, UnsupportedError
 from kvdock.guarded import are_reasons, ask, ask_guard
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Descriptor, Kernel, Request, TensorMeta
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.shared import Shared
@@ -30,10 +30,6 @@ PORTABLE = "portable"
 
 Rejected = tuple[tuple[str, tuple[str, ...]], ...]
 """Who was asked to serve a request and does not, each with its reasons."""
-
-
-def _is_a(kind: Any) -> Callable[[Any], bool]:
-    return lambda answer: isinstance(answer, kind)
 
 
 @attrs.frozen
@@ -168,7 +164,7 @@ class Preparer(Shared):
             PluginError: the backend raised something that is not in the contract, or made no descriptor.
         """
         backend, device = selection.choice.backend, request.device
-        if ask(backend.name, f"is_capturing({device})", lambda: backend.is_capturing(device), "a bool", _is_a(bool)):
+        if ask(backend.name, f"is_capturing({device})", lambda: backend.is_capturing(device), "a bool", lambda it: isinstance(it, bool)):
             raise BackendError(
                 f"{request.op} on {device}",
                 got="a new signature while a graph is captured",
@@ -179,7 +175,7 @@ class Preparer(Shared):
         question, given = f"prepare() of its kernel for {request.op}", _as_known(request, selection.known)
         with ask_guard(backend, device):
             make = functools.partial(selection.kernel.prepare, given)
-            made: Descriptor = ask(selection.served_by, question, make, "a Descriptor", _is_a(Descriptor))
+            made: Descriptor = ask(selection.served_by, question, make, "a Descriptor", lambda it: isinstance(it, Descriptor))
         return made
 
 

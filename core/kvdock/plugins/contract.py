@@ -18,7 +18,7 @@ import torch
 
 from kvdock.errors import PluginError
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Priority, Probe, ProbeState
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 from kvdock.plugins import hookspecs
 
 __all__ = [

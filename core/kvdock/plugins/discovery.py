@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 from kvdock.plugins.entry_points import collect, plan
 from kvdock.plugins.loading import Contribution, LoadedBackend, StepWatcher, ask_kernels, load, unwatched
 from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts, with_outcome

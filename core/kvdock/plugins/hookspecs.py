@@ -8,7 +8,7 @@ from typing import Any
 import pluggy
 
 from kvdock.interface import Backend
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 
 __all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_ops", "kvdock_prefix_caches", "kvdock_transports"]
 

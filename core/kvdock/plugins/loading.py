@@ -18,7 +18,7 @@ import attrs
 
 from kvdock.errors import DiscoveryReentryError
 from kvdock.interface import Backend, Capabilities, Kernel
-from kvdock.ops.brought import Op
+from kvdock.ops.catalog import Op
 from kvdock.plugins import contract
 from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState, summarise

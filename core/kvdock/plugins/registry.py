@@ -11,8 +11,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning
 from kvdock.interface import Backend, Kernel
-from kvdock.ops.brought import Op
-from kvdock.ops.catalog import CATALOG
+from kvdock.ops.catalog import CATALOG, Op
 from kvdock.ops.selection import Choice, Rejected
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
