@@ -17,7 +17,7 @@ from kvdock.interface import HOST
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["FAR", "PAGED_ATTENTION", "check_paged_attention", "first_keys", "merge_attention", "query_rows", "visible"]
+__all__ = ["FAR", "PAGED_ATTENTION", "check_paged_attention", "merge_attention", "query_rows", "visible"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
@@ -99,12 +99,6 @@ def _raise_first(name: str, values: Any, wrong: Any, expected: str) -> None:
         got = int(values[tuple(place)])
         fix = "pass what the scheduler's BatchTables hold for this step, and a table of this pool's blocks"
         raise IndexRangeError(f"paged_attention: {name}{place}", expected=expected, got=got, fix=fix)
-
-
-def first_keys(lens: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor | None, window: int | None) -> torch.Tensor:
-    """Return the first key that any query of each sequence sees, ``[B]``."""
-    first = torch.zeros_like(lens) if starts is None else starts.to(lens.dtype)
-    return first if window is None else torch.maximum(first, lens - counts - window + 1)
 
 
 def query_rows(cu: torch.Tensor | None, queries: int, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

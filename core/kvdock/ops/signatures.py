@@ -218,7 +218,7 @@ class Signature:
         self._dims = {name: dims for name, dims in variant.dims.items() if name not in static}
         tensors = [args[name] for name in self._dims]
         dims = list(self._dims.values())
-        self.guard = make_guard(tensors, _static_sizes(dims, tensors), [_innermost(*pair) for pair in zip(dims, tensors, strict=True)])
+        self.guard = make_guard(tensors, *_insisted(dims, tensors))
         present = [arg for arg in schema.args if arg.optional and arg.role is Role.TENSOR and args[arg.name] is not None]
         self.optional = _OptionalTensors(schema, present, args) if present else None
         self.full: Entry = EMPTY
@@ -241,12 +241,7 @@ class Signature:
     ) -> FastCall | None:
         """Make the `FastCall` of a call that has just been checked, if that says enough about the same strides at other sizes.
 
-        Args:
-            schema: the op.
-            entry: the plan's.
-            strides: all strides of its tensors but the pools'.
-            numbers: what the code in `kvdock.ops.calls` makes of them.
-            values: all arguments.
+        Strides are all but the pools', and numbers what the code in `kvdock.ops.calls` makes of them.
         """
         plan, args = entry.value, schema.bind(values)
         outputs = {arg.name for arg in schema.mutated}
@@ -261,24 +256,16 @@ class Signature:
 
 
 class _OptionalTensors:
-    """The optional tensors that the calls of a signature have, read without code of their own: such calls take longer.
-
-    Args:
-        schema: the op.
-        present: the arguments.
-        args: all arguments of a valid call.
-    """
+    """The optional tensors that the calls of a signature have, read without code of their own: such calls take longer."""
 
     def __init__(self, schema: OpSchema, present: Sequence[Arg], args: dict[str, Any]) -> None:
         self._places = [schema.arg_names.index(arg.name) for arg in present]
         self._dims = [arg.dims_of_rank(args[arg.name].dim()) or () for arg in present]
         tensors = [args[arg.name] for arg in present]
         self._is_static = [bool(dims) and not any(dim.runtime for dim in dims) for dims in self._dims]
-        strides = [
-            [*tensor.stride()] if is_static else _innermost(dims, tensor)
-            for is_static, dims, tensor in zip(self._is_static, self._dims, tensors, strict=True)
-        ]
-        self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
+        sizes, free = _insisted(self._dims, tensors)
+        strides = [tensor.stride() if is_static else each for is_static, each, tensor in zip(self._is_static, free, tensors, strict=True)]
+        self._guard = make_guard(tensors, sizes, strides)
         words = {dim.name for dims in self._dims for dim in dims}
         names = {arg.name for arg in present}
         self._relations = [each for each in schema.relations if each.without not in names and words.intersection(each.code.co_names)]
@@ -301,6 +288,9 @@ class _OptionalTensors:
             classes.append(alignment_class(dims, tensor, is_static))
         known = self._sizes | sizes if self._relations else {}
         return tuple(classes) if all(relation.holds(known) for relation in self._relations) else None
+
+
+_Fixed = list[int | None]
 
 
 def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, int]:
@@ -332,20 +322,13 @@ def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor 
         raise_memory(error, schema.name)
 
 
-def _static_sizes(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> list[list[int | None]]:
-    pairs = zip(dims, tensors, strict=True)
-    return [[None if dim.runtime else size for dim, size in zip(each, tensor.shape, strict=True)] for each, tensor in pairs]
-
-
-def _innermost(dims: tuple[Dim, ...], tensor: torch.Tensor) -> list[int | None]:
-    """Return the strides that may not change whatever the sizes: the innermost of rows."""
-    strides: list[int | None] = [None] * len(dims)
-    if dims and not dims[-1].runtime:
-        strides[-1] = tensor.stride(-1)
-    return strides
-
-
-_Fixed = list[int | None]
+def _insisted(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> tuple[list[_Fixed], list[_Fixed]]:
+    """Return the sizes that may not change, and the strides that may not whatever the sizes: the innermost of rows."""
+    sizes, strides = list[_Fixed](), list[_Fixed]()
+    for each, tensor in zip(dims, tensors, strict=True):
+        sizes.append([None if dim.runtime else size for dim, size in zip(each, tensor.shape, strict=True)])
+        strides.append([*[None] * (len(each) - 1), None if each[-1].runtime else tensor.stride(-1)] if each else [])
+    return sizes, strides
 
 
 def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) -> tuple[_Fixed, _Fixed] | None:

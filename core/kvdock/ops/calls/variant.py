@@ -56,12 +56,7 @@ def variants_of(schema: OpSchema) -> list[Variant]:
 
 
 class VariantSource:
-    """Writes the code of one variant.
-
-    Args:
-        schema: the op.
-        variant: the combination of ranks.
-    """
+    """Writes the code of one variant of an op."""
 
     def __init__(self, schema: OpSchema, variant: Variant) -> None:
         self.schema, self.variant = schema, variant
@@ -78,15 +73,6 @@ class VariantSource:
         self.group = int(variant.pivot_rank == HOST_INT_RANK)  # their calls are remembered apart
 
     # Names
-
-    @property
-    def strides(self) -> str:
-        """Write the tuple of all strides but the pools'. That of a run-time size of 1 says nothing, and a fast call insists on the 1."""
-        return tuple_of(
-            f"{name}_t{i} if {dim.name} > 1 else -1" if dim.runtime else f"{name}_t{i}"
-            for name in self.rest
-            for i, dim in enumerate(self.variant.dims[name])
-        )
 
     @property
     def launch_args(self) -> str:
@@ -133,7 +119,7 @@ class VariantSource:
     @property
     def fast_numbers(self) -> list[tuple[str, str]]:
         """List what is settled of a `FastCall`: the name it is unpacked to, and how the body writes it."""
-        found = [(f"{word}_least", f"int({word} > 1)") for word in self.words]  # 1 is a pattern of its own: see `strides`
+        found = [(f"{word}_least", f"int({word} > 1)") for word in self.words]  # 1 is a pattern of its own: see `body_lines`
         for name in self.rest:
             dims, size = self.variant.dims[name], f"{name}_size"
             static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
@@ -247,8 +233,11 @@ class VariantSource:
             yield f"if {' or '.join(alone(doubt) for doubt in doubts)}:"
             yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, pools)"))
         yield from self._entry_lines()
+        # That of a run-time size of 1 says nothing, and a fast call insists on the 1.
+        steps = [(f"{name}_t{i}", dim) for name in self.rest for i, dim in enumerate(self.variant.dims[name])]
+        strides = tuple_of(f"{step} if {dim.name} > 1 else -1" if dim.runtime else step for step, dim in steps)
         yield "if is_full and named == recent.own_name:"
-        yield f"    strides = {self.strides}"
+        yield f"    strides = {strides}"
         yield "    fast = signature.fast.get(strides)"
         yield "    if fast.__class__ is not FastCall or fast.entry is not entry:"
         numbers = tuple_of(expression for _, expression in self.fast_numbers)

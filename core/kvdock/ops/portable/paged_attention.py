@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvdock.interface import Descriptor, Request
-from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, visible
+from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, query_rows, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
 __all__ = ["PagedAttention"]
@@ -63,7 +63,9 @@ class _Call:
         )
         self.first, self.end = first, torch.where(is_real, end, 0)
         counts = torch.ones_like(lens) if args["cu_query_lens"] is None else args["cu_query_lens"].diff().to(torch.int64)
-        seen_from = first_keys(lens, counts, starts, args["window"])
+        seen_from = torch.zeros_like(lens) if starts is None else starts
+        if args["window"] is not None:
+            seen_from = torch.maximum(seen_from, lens - counts - args["window"] + 1)
         columns = torch.arange(table.shape[1], device=table.device)
         used = (columns >= (seen_from // block)[:, None]) & (columns < ((lens + block - 1) // block)[:, None])
         is_block = (table >= 0) & (table < num_blocks)
