@@ -63,8 +63,8 @@ class OpDispatcher(Preparer):
             brought = self.chooser.brought_ops()
             if name not in brought:
                 raise ArgumentValueError("op", expected=f"one of {', '.join(sorted({*self._ops, *brought}))}", got=repr(name))
-            self._schemas[name] = brought[name].schema
-            self._ops.setdefault(name, OpEntry(brought[name].schema, self))  # the first thread's
+            schema = self._schemas.setdefault(name, brought[name].schema)  # the first thread's
+            self._ops.setdefault(name, OpEntry(schema, self))
         return self._ops[name]
 
     def explain(self, op: str, args: tuple[Any, ...], named: str | None = None) -> Explanation:
