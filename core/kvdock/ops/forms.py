@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 
 from kvdock.errors import ArgumentTypeError
@@ -56,7 +55,6 @@ def kind_of(value: Any) -> str:
     return "str" if isinstance(value, str) else "literal"
 
 
-@attrs.frozen
 class Form:
     """One of torch's ops for one of kvdock's.
 
@@ -64,17 +62,19 @@ class Form:
         schema: the op.
         op: name of the op in `NAMESPACE`.
         kinds: kind of each argument, as `kind_of` says.
+
+    Attributes:
+        makes_outputs: whether it returns new outputs.
+        roles: what becomes of each argument: "made" is none of the form's, "output" is written and returned, "literal" goes as source.
     """
 
-    schema: OpSchema
-    op: str
-    kinds: tuple[str, ...]
-
-    @property
-    def makes_outputs(self) -> bool:
-        """Whether it returns new outputs."""
-        returned = [kind for arg, kind in zip(self.schema.args, self.kinds, strict=True) if arg.returned]
-        return bool(returned) and {*returned} == {"none"}
+    def __init__(self, schema: OpSchema, op: str, kinds: tuple[str, ...]) -> None:
+        self.schema, self.op = schema, op
+        pairs = [*zip(schema.args, kinds, strict=True)]
+        self.makes_outputs = {kind for arg, kind in pairs if arg.returned} == {"none"}
+        made = "made" if self.makes_outputs else "output"
+        self.roles = tuple([made if arg.returned else kind if kind == "literal" else "given" for arg, kind in pairs])
+        self._given = [pair for pair, role in zip(pairs, self.roles, strict=True) if role != "made"]
 
     @property
     def overload(self) -> str:
@@ -90,18 +90,6 @@ class Form:
     def name(self) -> str:
         """Its full name, as torch registers it."""
         return self.op if self.overload == "default" else f"{self.op}.{self.overload}"
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """What becomes of each argument: "made" is none of the form's, "output" is written and returned, "literal" goes as source."""
-        made = "made" if self.makes_outputs else "output"
-        pairs = zip(self.schema.args, self.kinds, strict=True)
-        return tuple(made if arg.returned else kind if kind == "literal" else "given" for arg, kind in pairs)
-
-    @property
-    def _given(self) -> list[tuple[Arg, str]]:
-        pairs = zip(self.schema.args, self.kinds, strict=True)
-        return [(arg, kind) for arg, kind in pairs if not (arg.returned and self.makes_outputs)]
 
     @property
     def text(self) -> str:
@@ -120,8 +108,8 @@ class Form:
     def values(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return all arguments in the schema's order, given those of the form."""
         rest = iter(given)
-        values: list[Any] = [None if arg.returned and self.makes_outputs else next(rest) for arg in self.schema.args]
-        return tuple(ast.literal_eval(value) if kind == "literal" else value for value, kind in zip(values, self.kinds, strict=True))
+        values = [None if role == "made" else next(rest) for role in self.roles]
+        return tuple([ast.literal_eval(str(value)) if role == "literal" else value for value, role in zip(values, self.roles, strict=True)])
 
     def fake(self, *given: Any, backend: str | None, dispatcher: int) -> Any:
         """Check a call on tensors without memory, and return new outputs."""
