@@ -20,7 +20,7 @@ FUNCTIONS = sorted(
 LENGTHS = [length for length, _ in FUNCTIONS]
 
 
-MOST_LINES = 5696
+MOST_LINES = 5247
 """Of ops and descriptors. Raise it for what is worth it, such as another op."""
 
 SHIPPED_TESTS = ("requirements", "cases", "checking", "faults")
