@@ -174,7 +174,7 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _autocast(device, torch.float16),
         torch.autograd.set_detect_anomaly(True, check_nan=False),
         _set(torch.set_deterministic_debug_mode, "warn", torch.get_deterministic_debug_mode()),
-        _set(torch.set_num_threads, torch.get_num_threads() + 2, torch.get_num_threads()),  # from one to three: work is shared unevenly
+        _set(torch.set_num_threads, 5 if torch.get_num_threads() == 3 else 3, torch.get_num_threads()),  # who shares work, does so unevenly
         _blocked(signal.SIGWINCH),
         _set(torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
         _set(sys.setswitchinterval, 0.004, sys.getswitchinterval()),

@@ -28,8 +28,8 @@ UNDRAWN = [attrs.evolve(item, cases=tuple) for item in EVERY if "@" in item.id]
 
 FAULTS = {**faults.load(), **faults.of_ops(UNDRAWN)}
 # Of these ops cases have negative indices, which only drawing tells; a slow test draws all, and compares.
-FAULTS |= {made.name: made for op in ("mla_caching_", "mla_gather") for made in [OP_FAULTS["op-padding-written"].of(op)]}
-FAULTS |= {made.name: made for op in ("mla_caching_", "mla_gather", "swap_blocks_") for made in [OP_FAULTS["op-error-kept"].of(op)]}
+LATER = [(name, op) for name in ("op-padding-written", "op-error-kept") for op in ("mla_caching_", "mla_gather", "swap_blocks_")]
+FAULTS |= {made.name: made for name, op in LATER for made in [OP_FAULTS[name].of(op)]}
 
 SAMPLE = {
     "attn-split-forgotten",
