@@ -208,6 +208,7 @@ def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bo
     specs: dict[str, Callable[[Tuning], KernelSpec]] = {
         "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False, early=tuning.early),
         "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
+        "long prefill": lambda tuning: attention_specs.attend_spec(request, attention_specs.prefill_tile(request, tuning), True),
         "join": lambda tuning: attention_specs.join_spec(request),
         "join of decode": lambda tuning: attention_specs.join_few_spec(
             request, attention_specs.attend_spec(request, tuning.decode, False), tuning.early

@@ -24,10 +24,13 @@ def begin_rows(sink, used, V_WIDE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.c
 
 @triton.jit
 def attend_key_by_key(
+    found,
+    highest,
+    total,
     q_at,
     is_real,
-    sink,
-    used,
+    lanes,
+    v_dim,
     begin,
     end,
     position,
@@ -40,7 +43,6 @@ def attend_key_by_key(
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
     K_SLOT: tl.constexpr,
@@ -49,22 +51,19 @@ def attend_key_by_key(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     K_WIDE: tl.constexpr,
-    V_WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     """Let rows attend to one key after the other, so that a value reaches no row that does not see it.
 
-    It is slow and rarely needed. Queries are read anew, 16 elements at a time: it must not need more registers than the rest.
+    It is slow and rarely needed. Queries are read anew, as many elements at a time as ``lanes`` counts, 16: it must not need more
+    registers than the rest. ``v_dim`` counts the elements of a value.
     """
-    found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
-    v_dim = tl.arange(0, V_WIDE)
     for key in range(begin, end):
         block = tl.load(table + key // BLOCK_SIZE * table_column).to(tl.int64)
         slot = key % BLOCK_SIZE
         inside = (block >= 0) & (block < num_blocks)
-        scores = tl.zeros([ROWS], tl.float32)
-        for first in range(0, K_WIDE, 16):
-            dim = first + tl.arange(0, 16)
+        scores = total * 0
+        for first in range(0, K_WIDE, lanes.shape[0]):
+            dim = first + lanes
             q = tl.load(q_at[:, None] + dim[None, :], mask=is_real[:, None] & (dim < K_DIM)[None, :], other=0.0).to(tl.float32)
             k = tl.load(k_cache + block * K_BLOCK + slot * K_SLOT + dim, mask=inside & (dim < K_DIM), other=0.0).to(tl.float32)
             scores += tl.sum(q * k[None, :], 1)

@@ -247,11 +247,15 @@ def attend_few_kernel(
             )
             if TILE > 1 and (CAUSAL or WINDOW > 0):  # likewise, of a key that some rows do not see
                 if tl.max((found != found).to(tl.int32)) > 0:
+                    found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
                     found, highest, total = attend_key_by_key(
+                        found,
+                        highest,
+                        total,
                         q + q_at,
                         is_real,
-                        sink,
-                        used,
+                        tl.arange(0, 16),
+                        tl.arange(0, V_WIDE),
                         tl.maximum(chunk_begin, begin),
                         chunk_end,
                         position,
@@ -264,7 +268,6 @@ def attend_few_kernel(
                         SOFTCAP,
                         CAUSAL,
                         WINDOW,
-                        SINKS,
                         BLOCK_SIZE,
                         K_BLOCK,
                         K_SLOT,
@@ -273,8 +276,6 @@ def attend_few_kernel(
                         K_DIM,
                         V_DIM,
                         K_WIDE + K_REST,
-                        V_WIDE,
-                        ROWS,
                     )
         v_dim = tl.arange(0, V_WIDE)[None, :]
         inside = is_real[:, None] & (v_dim < V_DIM)
@@ -295,7 +296,7 @@ def attend_few_kernel(
             opens = offset == 0
             column = tl.where(opens, begin // BLOCK_SIZE, (chunk_begin + BLOCK_SIZE - 1) // BLOCK_SIZE)
             behind = (chunk_end + BLOCK_SIZE - 1) // BLOCK_SIZE
-            count_bad(skipped, row_table, table_column, opens & (said != length), column, behind, num_blocks, 4 * LANES)
+            count_bad(skipped, row_table, table_column, opens & (said != length), column, behind, num_blocks, tl.arange(0, 4 * LANES))
         left -= taken
         within += taken
         offset += taken

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
-from kvdock_triton.attention_parts import LOG2E, attend_keys, find_sequence
+from kvdock_triton.attention_parts import LOG2E, attend_keys
 from kvdock_triton.attention_results import count_bad, count_outside, store_rows
+from kvdock_triton.attention_tiles import place_tile
 
 __all__ = ["attend_many_kernel"]
 
@@ -90,13 +91,28 @@ def attend_many_kernel(
     share = tl.program_id(0) % SHARES
     split = tl.program_id(1)
     tile = tiles - 1 - number  # the last tiles of a causal sequence take longest, and begin first
-    row = find_sequence(cu, cu_step, batch.to(tl.int32), tile, TILE).to(tl.int32)
-    first = tl.load(cu + row * cu_step).to(tl.int64)
-    last = tl.minimum(tl.load(cu + (row + 1) * cu_step).to(tl.int64), queries)
+    row, first, count, place, said, length, looked_from, _, used, split_begin, split_end = place_tile(
+        tile,
+        split,
+        splits,
+        batch,
+        queries,
+        room,
+        lens,
+        cu,
+        starts,
+        lens_step,
+        cu_step,
+        starts_step,
+        CAUSAL,
+        WINDOW,
+        STARTS,
+        TILE,
+        KEYS,
+        LEAST,
+        1,
+    )
     behind = tl.maximum(tl.load(cu + batch * cu_step).to(tl.int64), 0)
-    first = tl.minimum(tl.maximum(first, 0), queries)
-    count = tl.maximum(last - first, 0).to(tl.int32)
-    place = (tile - (first // TILE + row)).to(tl.int32)
 
     r = tl.arange(0, ROWS)
     query = place * TILE + r // SHARE
@@ -105,34 +121,12 @@ def attend_many_kernel(
     is_real = is_head & (query >= 0) & (query < count)
     head = (kv_head * GROUP + in_group).to(tl.int64)
     at = first + query
-
-    said = tl.load(lens + row * lens_step).to(tl.int64)
-    length = tl.minimum(tl.maximum(said, 0), room).to(tl.int32)
     position = length - count + query
-    begin = length * 0
-    if STARTS:
-        begin = tl.minimum(tl.maximum(tl.load(starts + row * starts_step).to(tl.int64), 0), room).to(tl.int32)
-    looked_from = begin
-    end = length
-    if WINDOW > 0:
-        looked_from = tl.maximum(begin, length - count - WINDOW + 1)
-        begin = tl.maximum(begin, length - count + place * TILE - WINDOW + 1)
-    if CAUSAL:
-        end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
-    end = tl.where((place >= 0) & (place * TILE < count), end, begin)
-
-    # Splits of equal length, as many as there are LEAST keys for.
-    keys = tl.maximum(end - begin, 0)
-    used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
-    used = tl.maximum(used, 1)
-    each = (keys + used - 1) // used
-    each = (each + KEYS - 1) // KEYS * KEYS
-    split_begin = begin + split * each
-    split_end = tl.minimum(split_begin + each, end)
 
     sink = tl.full([ROWS], float("-inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+    v_dim = tl.arange(0, V_WIDE)
     # Queries that nobody serves: behind the last sequence.
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
@@ -158,8 +152,8 @@ def attend_many_kernel(
             out_head,
             lse_token,
             lse_head,
+            v_dim,
             V_DIM=V_DIM,
-            V_WIDE=V_WIDE,
             OUT_UNIT=OUT_UNIT,
             QUERY_HEADS=HEADS * GROUP,
             LSE=LSE,
@@ -189,7 +183,8 @@ def attend_many_kernel(
         if CAUSAL:
             common = tl.minimum(common, length - count + place * TILE + 1)
         masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
-        if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks, 512) > 0:
+        behind_those = (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE
+        if count_outside(table, table_column, split_begin // BLOCK_SIZE, behind_those, num_blocks, tl.arange(0, 512)) > 0:
             masked_from = split_begin
     # The others first, while there is nothing yet that a value which some rows do not see could spoil.
     found, highest, total = attend_keys(
@@ -268,11 +263,15 @@ def attend_many_kernel(
         )
     if TILE > 1 and (CAUSAL or WINDOW > 0):  # at the end, where fewest registers are taken
         if spoilt:
+            found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
             found, highest, total = attend_key_by_key(
+                found,
+                highest,
+                total,
                 q + q_at,
                 is_real,
-                sink,
-                used,
+                tl.arange(0, 16),
+                v_dim,
                 split_begin,
                 split_end,
                 position,
@@ -285,7 +284,6 @@ def attend_many_kernel(
                 SOFTCAP,
                 CAUSAL,
                 WINDOW,
-                SINKS,
                 BLOCK_SIZE,
                 K_BLOCK,
                 K_SLOT,
@@ -294,8 +292,6 @@ def attend_many_kernel(
                 K_DIM,
                 V_DIM,
                 K_WIDE + K_REST,
-                V_WIDE,
-                ROWS,
             )
     store_rows(
         found,
@@ -315,12 +311,12 @@ def attend_many_kernel(
         out_head,
         lse_token,
         lse_head,
+        v_dim,
         V_DIM=V_DIM,
-        V_WIDE=V_WIDE,
         OUT_UNIT=OUT_UNIT,
         QUERY_HEADS=HEADS * GROUP,
         LSE=LSE,
     )
     if (place == 0) & (kv_head + share + split == 0):
         past = (tl.minimum(said, room).to(tl.int32) + BLOCK_SIZE - 1) // BLOCK_SIZE  # not by the length, which would be kept until here
-        count_bad(skipped, table, table_column, (said < 0) | (said > room), looked_from // BLOCK_SIZE, past, num_blocks, 512)
+        count_bad(skipped, table, table_column, (said < 0) | (said > room), looked_from // BLOCK_SIZE, past, num_blocks, tl.arange(0, 512))

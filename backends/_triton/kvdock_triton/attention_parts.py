@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "attend_keys", "bend", "find_sequence", "load_keys", "peak_of", "weigh"]
+__all__ = ["LN2", "LOG2E", "attend_keys", "bend", "load_keys", "peak_of", "weigh"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -59,7 +59,7 @@ def weigh(scores, level, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
         weights = tl.exp2(scores - level[:, None])
     else:  # once rounded, and one instruction for each score less
         factor: tl.constexpr = SCALE * LOG2E
-        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -tl.broadcast_to(level[:, None], scores.shape)))
+        weights = tl.exp2(tl.fma(scores, factor, -level[:, None]))
     return weights
 
 
@@ -153,16 +153,3 @@ def attend_keys(
                 v = v.to(tl.float32)
         found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
     return found, highest, total
-
-
-@triton.jit
-def find_sequence(cu, cu_step, batch, tile, TILE: tl.constexpr):
-    """Return whose a tile is, where sequence ``b`` begins with tile ``cu[b] // TILE + b``."""
-    low = tile * 0
-    high = low + batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(cu + middle * cu_step).to(tl.int64) // TILE + middle
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle)
-    return low

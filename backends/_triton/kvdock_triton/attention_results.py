@@ -43,14 +43,14 @@ def store_rows(
     out_head,
     lse_token,
     lse_head,
+    dim,
     QUERY_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
-    V_WIDE: tl.constexpr,
     OUT_UNIT: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Store what rows found: the result, or where several splits are used, a part for `join_kernel`."""
-    dim = tl.arange(0, V_WIDE)[None, :]
+    """Store what rows found: the result, or where several splits are used, a part for `join_kernel`. ``dim`` counts the elements."""
+    dim = dim[None, :]
     inside = is_real[:, None] & (dim < V_DIM)
     values, logarithm = results_of(found, highest, total)
     part = (query * QUERY_HEADS + head) * splits + split
@@ -63,7 +63,7 @@ def store_rows(
         if LSE:
             tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2, mask=is_real)
         if splits > 1:
-            tl.store(sums + part, tl.full([found.shape[0]], DONE, tl.float32), mask=is_real)
+            tl.store(sums + part, DONE, mask=is_real)
 
 
 @triton.jit
@@ -104,11 +104,10 @@ def store_opener(opener, number, program, segment, first, count):
 
 
 @triton.jit
-def count_outside(table, table_column, begin, end, num_blocks, STEP: tl.constexpr):
-    """Return how many blocks of some columns are not in the pool. ``STEP`` are looked at at once."""
-    places = tl.arange(0, STEP)
-    outside = tl.zeros([STEP], tl.int64)
-    for start in range(begin, end, STEP):
+def count_outside(table, table_column, begin, end, num_blocks, places):
+    """Return how many blocks of some columns are not in the pool. So many are looked at at once as ``places`` counts."""
+    outside = (places * 0).to(tl.int64)
+    for start in range(begin, end, places.shape[0]):
         column = start + places
         ids = tl.load(table + column * table_column, mask=column < end, other=0)
         outside += ((column < end) & ((ids < 0) | (ids >= num_blocks))).to(tl.int64)
@@ -116,10 +115,10 @@ def count_outside(table, table_column, begin, end, num_blocks, STEP: tl.constexp
 
 
 @triton.jit
-def count_bad(skipped, table, table_column, is_bad, begin, end, num_blocks, STEP: tl.constexpr):
+def count_bad(skipped, table, table_column, is_bad, begin, end, num_blocks, places):
     """Count a length that the table has no room for, and blocks of some columns, where a query looks, that are not in the pool."""
     if is_bad:
         tl.atomic_add(skipped, 1, sem="relaxed")
-    number = count_outside(table, table_column, begin, end, num_blocks, STEP)
+    number = count_outside(table, table_column, begin, end, num_blocks, places)
     if number > 0:
         tl.atomic_add(skipped, number, sem="relaxed")

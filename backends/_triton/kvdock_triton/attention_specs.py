@@ -7,38 +7,21 @@ from typing import Any
 import torch
 
 from kvdock.plugin import Request, TensorMeta, common_alignment
+from kvdock_triton.attention_caches import FLOATS, MAPPED_POOLS, is_long, is_mapped, key_bytes, parts, pool_map_type, wide
 from kvdock_triton.attention_few import attend_few_kernel
 from kvdock_triton.attention_join import join_few_kernel, join_kernel
 from kvdock_triton.attention_many import attend_many_kernel
 from kvdock_triton.elements import index_type
-from kvdock_triton.launch import KernelSpec, is_interpreting
-from kvdock_triton.tensor_maps import MAP_ALIGNMENT, map_type
-from kvdock_triton.tuning import LEAST_ROWS, TUNED_KEY_BYTES, AttentionTile
+from kvdock_triton.launch import KernelSpec, has_gluon, is_interpreting
+from kvdock_triton.tuning import AttentionTile, Tuning
 
-__all__ = [
-    "LONG",
-    "MAPPED_POOLS",
-    "MOST_KEYS",
-    "MOST_SPLITS",
-    "attend_spec",
-    "is_mapped",
-    "join_few_spec",
-    "join_spec",
-    "long_chunk",
-    "map_layout",
-    "may_be_within",
-    "unit_of",
-]
+__all__ = ["MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_few_spec", "join_spec", "prefill_tile", "unit_of"]
 
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
 
-_FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 MOST_SHARED = 64
 """Query heads that read one head of the cache at most, in a program that serves few queries."""
-
-LONG = 256
-"""Elements of a key that are padded to a power of two at most: of 576 that would be nearly twice as many."""
 
 WARP_ELEMENTS = 2048
 """Elements of what a tile finds that a warp holds at most, up to `MOST_WARPS`: more would leave no registers for all else."""
@@ -47,9 +30,6 @@ MOST_WARPS = 8
 
 JOINED, MOST_JOINED = 4096, 32
 """Elements of the parts of a row that are joined at once, and parts at most."""
-
-MAPPED_POOLS = {"k_map": "k_cache", "v_map": "v_cache"}
-"""The cache that each parameter is a map of."""
 
 MOST_KEYS = (1 << 31) - (1 << 16)
 """Keys are counted in 32 bits."""
@@ -65,17 +45,6 @@ _OPTIONAL = {
     "lse": ("lse", "lse_token", "lse_head"),
 }
 """Pointers to what may be absent: name of the argument, and what else is absent with it."""
-
-
-def _wide(size: int) -> int:
-    """Return the power of two that a head of a cache is padded to: at least what matrix units take."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _parts(size: int) -> tuple[int, int]:
-    """Return in which powers of two the elements of a key are read: of a long one, what is behind its greatest by itself."""
-    most = 1 << (size.bit_length() - 1)
-    return (_wide(size), 0) if size <= LONG or size == most else (most, _wide(size - most))
 
 
 def unit_of(meta: TensorMeta) -> int:
@@ -103,7 +72,7 @@ def _common_constants(request: Request) -> dict[str, Any]:
         "SINKS": request.args["sinks"] is not None,
         "LSE": request.args["lse"] is not None,
         "V_DIM": int(request.tensor("v_cache").shape[3] or 0),
-        "V_WIDE": _wide(int(request.tensor("v_cache").shape[3] or 0)),
+        "V_WIDE": wide(int(request.tensor("v_cache").shape[3] or 0)),
         "OUT_UNIT": unit_of(request.tensor("out")),
     }
 
@@ -113,55 +82,13 @@ def _types(request: Request) -> dict[str, str]:
     arguments = {"q": "q", "k_cache": "k_cache", "v_cache": "v_cache", "table": "block_table", "lens": "seq_lens", "out": "out"}
     arguments |= {name: arg for name, (arg, *_) in _OPTIONAL.items() if request.args[arg] is not None}
     metas = {name: request.tensor(arg) for name, arg in arguments.items()}
-    found = {name: _FLOATS.get(meta.dtype) or index_type(meta) for name, meta in metas.items()}
+    found = {name: FLOATS.get(meta.dtype) or index_type(meta) for name, meta in metas.items()}
     return found | {"parts": "*fp32", "sums": "*fp32", "openers": "*i32", "skipped": "*i64"}
 
 
-def _key_bytes(request: Request) -> int:
-    """Return the bytes of a key and its value, as they are padded."""
-    k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
-    return (sum(_parts(int(k_cache.shape[3] or 0))) + _wide(int(v_cache.shape[3] or 0))) * k_cache.dtype.itemsize
-
-
-def is_mapped(request: Request) -> bool:
-    """Whether tiles of keys and values, each of one block, may be read by maps of the caches."""
-    pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    block = int(pools[0].shape[1] or 1)
-    return (
-        block % LEAST_ROWS == 0
-        and not _is_long(request)
-        and all(pool.dtype.itemsize == 2 and common_alignment(pool) == MAP_ALIGNMENT for pool in pools)
-        and all(stride > 0 or size == 1 for pool in pools for size, stride in zip(pool.shape, pool.strides or (), strict=True))
-    )
-
-
-def map_layout(pool: TensorMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides of a cache as its map has them: by block, head, slot and element. Where a size is 1, any stride does."""
-    places = (0, 2, 1, 3)
-    sizes = tuple(int(pool.shape[place] or 0) for place in places)
-    strides = tuple((pool.strides or ())[place] or _wide(sizes[3]) for place in places[:3])
-    return sizes, (*strides, 1)
-
-
-def _map_type(pool: TensorMeta, keys: int) -> str:
-    """Return the type of a cache's map."""
-    return map_type(_FLOATS[pool.dtype].removeprefix("*"), (1, 1, keys, _wide(int(pool.shape[3] or 0))))
-
-
-def long_chunk(request: Request, tile: AttentionTile) -> int:
-    """Return how many keys of a request are cut into pieces at least."""
-    return tile.long * TUNED_KEY_BYTES // _key_bytes(request)
-
-
-def _is_long(request: Request) -> bool:
-    """Whether a tile of keys and values takes more room than one of usual heads."""
-    return any(int(request.tensor(name).shape[3] or 0) > LONG for name in ("k_cache", "v_cache"))
-
-
-def may_be_within(request: Request) -> bool:
-    """Whether values can be the first elements of keys, as those of latents are, so that both are read at once."""
-    k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
-    return k_cache.strides == v_cache.strides and v_cache.shape[3] == _parts(int(k_cache.shape[3] or 0))[0] < int(k_cache.shape[3] or 0)
+def prefill_tile(request: Request, tuning: Tuning) -> AttentionTile:
+    """Return the tile for any number of queries: whose warps have work of their own, where the GPU and the request allow it."""
+    return tuning.specialised if tuning.specialised is not None and is_mapped(request) and has_gluon() else tuning.prefill
 
 
 def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool = False, early: bool = False) -> KernelSpec:
@@ -169,54 +96,86 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
 
     Args:
         request: what is prepared.
-        tile: for tuned heads.
+        tile: for tuned heads; of any number of queries, what `prefill_tile` returned.
         many: whether rows of the batch have more queries than a tile.
         within: whether values are the first elements of keys: see `may_be_within`.
         early: whether what joins the parts of few queries is launched before they have ended.
     """
-    q, k_cache, v_cache = (request.tensor(name) for name in ("q", "k_cache", "v_cache"))
+    if tile.specialised:
+        return _specialised_spec(request, tile)
+    k_cache = request.tensor("k_cache")
     mapped = not many and not within and tile.mapped is not None and is_mapped(request)
-    tile = tile.for_keys(_key_bytes(request))
-    tile = tile.by_maps(_key_bytes(request)) if mapped else tile.without_matrix_units() if k_cache.dtype == torch.float32 else tile
-    absent, shape = _absent(request), _shape(request, tile, many)
-    k_wide, k_rest = _parts(int(k_cache.shape[3] or 0))
-    constants = _common_constants(request) | absent | shape | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
+    tile = tile.for_keys(key_bytes(request))
+    tile = tile.by_maps(key_bytes(request)) if mapped else tile.without_matrix_units() if k_cache.dtype == torch.float32 else tile
+    k_wide, k_rest = parts(int(k_cache.shape[3] or 0))
+    constants = _attend_constants(request, tile, _shape(request, tile, many))
     constants |= _few_constants(request, tile, mapped) | {"EARLY": early} if not many else {}
-    constants |= {
+    constants |= {"K_WIDE": k_wide, "K_REST": k_rest, "WITHIN": within}
+    constants["WIDEN"] = is_interpreting()  # which multiplies the bits of bfloat16 as integers
+    maps = {name: pool_map_type(request.tensor(pool), tile.keys) for name, pool in MAPPED_POOLS.items() if mapped}
+    is_narrow = any(common_alignment(request.tensor(name)) < 16 for name in ("k_cache", "v_cache"))
+    least = 4 if is_narrow else constants["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
+    warps = min(max(tile.warps, least), MOST_WARPS)
+    constants |= {} if many else {"LANES": 32 * warps}
+    resident = tile.programs if not many and tile.pieces > 1 else None
+    kernel = attend_many_kernel if many else attend_few_kernel
+    return _build(kernel, request, constants, maps, warps, tile.stages, resident)
+
+
+def _specialised_spec(request: Request, tile: AttentionTile) -> KernelSpec:
+    """Return what to compile where warps have work of their own: what loads loads boxes, whatever the block or the head."""
+    from kvdock_triton.attention_boxes import PANEL, box_type  # where `has_gluon` alone
+    from kvdock_triton.attention_specialised import attend_specialised_kernel
+
+    tile = tile.in_shared(key_bytes(request))
+    constants = _attend_constants(request, tile, _shape(request, tile, True))
+    for name in ("K", "V"):
+        constants[f"{name}_WIDE"] = max(wide(constants[f"{name}_DIM"]), PANEL.value)
+    maps = {name: box_type(FLOATS[request.tensor(pool).dtype].removeprefix("*")) for name, pool in MAPPED_POOLS.items()}
+    return _build(attend_specialised_kernel, request, constants | {"STAGES": tile.stages}, maps, tile.warps)
+
+
+def _attend_constants(request: Request, tile: AttentionTile, shape: dict[str, int]) -> dict[str, Any]:
+    """Return the constants that all kernels have which attend."""
+    q, k_cache, v_cache = (request.tensor(name) for name in ("q", "k_cache", "v_cache"))
+    constants = _common_constants(request) | shape | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
+    return constants | {
         "SCALE": int(q.shape[2] or 1) ** -0.5 if request.args["scale"] is None else float(request.args["scale"]),
         "SOFTCAP": float(request.args["softcap"] or 0),
         "CAUSAL": request.args["causal"],
         "WINDOW": min(request.args["window"] or 0, MOST_KEYS),  # 0 where there is none
-        "STARTS": "starts" not in absent,
+        "STARTS": request.args["starts"] is not None,
         "BLOCK_SIZE": k_cache.shape[1],
         "Q_UNIT": unit_of(q),
         "KEYS": tile.keys,
         "LEAST": tile.least,
-        "K_WIDE": k_wide,
-        "K_REST": k_rest,
-        "WITHIN": within,
-        "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
-    maps = {name: _map_type(request.tensor(pool), tile.keys) for name, pool in MAPPED_POOLS.items() if mapped}
-    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else ["each"]), *_STRIDES)
-    types = _types(request) | maps | dict.fromkeys(numbers, "i64")
-    pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
-    aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
-    kernel = attend_many_kernel if many else attend_few_kernel
+
+
+def _build(
+    kernel: Any,
+    request: Request,
+    constants: dict[str, Any],
+    maps: dict[str, str],
+    warps: int,
+    stages: int | None = None,
+    resident: int | None = None,
+) -> KernelSpec:
+    """Return a spec of what attends."""
+    absent = _absent(request)
+    types = _types(request) | maps | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "each", *_STRIDES), "i64")
     types = {name: found for name, found in types.items() if name in kernel.arg_names and name not in absent}
-    least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
-    warps = min(max(tile.warps, least), MOST_WARPS)
-    constants |= {} if many else {"LANES": 32 * warps}
-    resident = tile.programs if not many and tile.pieces > 1 else None
-    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, resident=resident)
+    wide_pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
+    aligned = (*wide_pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
+    return KernelSpec.build(kernel, types, constants | absent, aligned, warps, stages, resident=resident)
 
 
 def _shape(request: Request, tile: AttentionTile, many: bool) -> dict[str, int]:
     """Return the constants of what a program serves: heads of the cache, query heads of each, queries, and rows of both."""
     q, heads, is_one = request.tensor("q"), int(request.tensor("k_cache").shape[2] or 1), request.args["cu_query_lens"] is None
     group = int(q.shape[1] or 1) // heads
-    most = tile.rows if q.dtype == torch.float32 else tile.long_rows if _is_long(request) else MOST_SHARED
-    rows = tile.rows if many else max(tile.rows, min(_wide(group), most))
+    most = tile.rows if q.dtype == torch.float32 else tile.long_rows if is_long(request) else MOST_SHARED
+    rows = tile.rows if many else max(tile.rows, min(wide(group), most))
     share = min(group, rows)
     return {"HEADS": heads, "GROUP": group, "SHARE": share, "TILE": 1 if is_one else rows // share, "ROWS": rows}
 

@@ -18,7 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 from kvdock_triton.tensor_maps import driver_maps, spelled
 from kvdock_triton.written import Launch
 
-__all__ = ["DIRECT_LAUNCH", "build", "fits", "why_not"]
+__all__ = ["DIRECT_LAUNCH", "build", "fits", "is_known_release", "why_not"]
 
 DIRECT_LAUNCH = ("3.6",)
 """Releases of Triton whose C launcher was called directly on a GPU, and no others are."""
@@ -26,9 +26,14 @@ DIRECT_LAUNCH = ("3.6",)
 _PRIVATE = ((CompiledKernel, "_init_handles"), (torch._C, "_cuda_getCurrentRawStream"), (torch._C, "_cuda_getDevice"))
 
 
+def is_known_release() -> bool:
+    """Whether what is private or experimental in this release of Triton is known."""
+    return ".".join(triton.__version__.split(".")[:2]) in DIRECT_LAUNCH
+
+
 def why_not() -> str:
     """Return why no kernel is launched directly in this process; empty if they are. Opens no context on any device."""
-    if ".".join(triton.__version__.split(".")[:2]) not in DIRECT_LAUNCH:
+    if not is_known_release():
         return f"direct ones were run on {', '.join(DIRECT_LAUNCH)} only"
     if torch.version.cuda is None:
         return "direct ones are for NVIDIA GPUs"

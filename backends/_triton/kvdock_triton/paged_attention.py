@@ -9,18 +9,15 @@ import attrs
 import torch
 
 from kvdock.plugin import Descriptor, Request, quantised_reasons
+from kvdock_triton.attention_caches import LONG, MAPPED_POOLS, long_chunk, map_layout, may_be_within
 from kvdock_triton.attention_results import OPENER
 from kvdock_triton.attention_specs import (
-    LONG,
-    MAPPED_POOLS,
     MOST_KEYS,
     MOST_SPLITS,
     attend_spec,
     join_few_spec,
     join_spec,
-    long_chunk,
-    map_layout,
-    may_be_within,
+    prefill_tile,
     unit_of,
 )
 from kvdock_triton.launch import KernelSpec, has_maps, is_interpreting
@@ -145,7 +142,8 @@ class PagedAttentionDescriptor(Descriptor):
             tiles = queries // many.queries + batch
             splits = many.splits(tiles, queries, room)
             memory, *found, _ = self._workspace(queries * q.shape[1] * splits if splits > 1 else 0, out)
-            many.launch.run(tiles * many.segments, splits, *inputs, *ends, *found, self._skipped, *sizes, splits, *strides, *written)
+            maps = self._maps(many, k_cache.data_ptr(), v_cache.data_ptr()) if many.launch.maps else ()
+            many.launch.run(tiles * many.segments, splits, *inputs, *ends, *found, self._skipped, *sizes, splits, *strides, *written, *maps)
             if splits > 1:
                 many.join.run(queries * q.shape[1], 1, *found, *ends, splits, *written)
         del memory  # not before all is launched: it would be another call's
@@ -197,7 +195,8 @@ class PagedAttention(TritonKernel):
         tuning, processors = self.tuning(request.device), self.processors(request.device)
         early = tuning.early and has_maps() and not is_interpreting()  # the interpreter ends one kernel before the next
         decode = tuning.decode if has_maps() else attrs.evolve(tuning.decode, mapped=None)
-        tiles = {False: decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
+        prefill = prefill_tile(request, tuning) if has_maps() and not within else tuning.prefill
+        tiles = {False: decode} | ({} if request.args["cu_query_lens"] is None else {True: prefill})
         ways = []
         for many, tile in tiles.items():
             spec = attend_spec(request, tile, many, within, early)

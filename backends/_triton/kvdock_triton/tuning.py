@@ -107,6 +107,7 @@ class AttentionTile:
             `kvdock_triton.attention_shares`. With several, no more than ``programs`` may run at once.
         long: keys of `TUNED_KEY_BYTES` that a program has at least, before they are cut into pieces: each piece begins anew.
         tiles: tiles of ``keys`` that it looks at in one step.
+        specialised: whether warps have work of their own, see `kvdock_triton.attention_specialised`: ``warps`` is those of a group.
     """
 
     rows: int
@@ -120,6 +121,7 @@ class AttentionTile:
     pieces: int = 1
     long: int = 6144
     tiles: int = 1
+    specialised: bool = False
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
@@ -138,6 +140,10 @@ class AttentionTile:
         tiles = min(max(2 * TUNED_KEY_BYTES // key_bytes, 2), MOST_TILES)
         stages = 2 + min(max((self.mapped - 2) * 2 * TUNED_KEY_BYTES // (key_bytes * tiles), 1), MOST_AHEAD)
         return attrs.evolve(self, keys=LEAST_ROWS, stages=stages, tiles=tiles)
+
+    def in_shared(self, key_bytes: int) -> AttentionTile:
+        """Return the tile for keys of so many bytes each with its value of which all that is on its way lies in shared memory."""
+        return attrs.evolve(self, keys=max(min(_floor(self.keys * TUNED_KEY_BYTES // key_bytes), self.keys), LEAST_ROWS))
 
     def without_matrix_units(self) -> AttentionTile:
         """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
@@ -159,6 +165,7 @@ class Tuning:
         early: whether what joins splits of `paged_attention` is launched before they have ended, to wait for that on the device.
         decode: `paged_attention` where each sequence has few queries, which fit into one tile.
         prefill: `paged_attention` of any number of queries.
+        specialised: likewise, where maps may be made of the caches and matrix units read shared memory by themselves; None where not.
     """
 
     fused: Tile = Tile(2, 8)
@@ -170,6 +177,7 @@ class Tuning:
     early: bool = False
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
     prefill: AttentionTile = AttentionTile(64, 32, 4, 2)
+    specialised: AttentionTile | None = None
 
 
 DEFAULT = Tuning()
@@ -191,6 +199,7 @@ HOPPER = Tuning(
     early=True,
     decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=3, pieces=4),
     prefill=AttentionTile(64, 64, 4, 3),
+    specialised=AttentionTile(128, 128, 4, 2, specialised=True),
 )
 """As measured on an H100, and attention on H200s; see docs/benchmarks."""
 
