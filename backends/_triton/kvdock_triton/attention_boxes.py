@@ -74,16 +74,16 @@ def box_type(element: str) -> str:
 
 
 @gluon.jit
-def _load_boxes(cache_map, blocks, kv_head, start, tile, ready, WIDE: gl.constexpr, C: gl.constexpr):
+def _load_boxes(cache_map, blocks, kv_head, first_box, tile, ready, WIDE: gl.constexpr, C: gl.constexpr):
     """Load a tile of keys or values. What lies outside of the pool, or behind the end of a head, is zeros."""
     number: gl.constexpr = C.KEYS // BOX_KEYS
     panels: gl.constexpr = WIDE // PANEL
     boxes = tile._reinterpret(tile.dtype, [panels * number, 1, 1, BOX_KEYS, PANEL], _BOX_LAYOUT)
     mbarrier.expect(ready, C.KEYS * WIDE * 2)
     for i in gl.static_range(number):
+        slot = (first_box + i) % (C.BLOCK_SIZE // BOX_KEYS) * BOX_KEYS
         for panel in gl.static_range(panels):
-            place = [blocks[i], kv_head, (start + i * BOX_KEYS) % C.BLOCK_SIZE, panel * PANEL]
-            tma.async_copy_global_to_shared(cache_map, place, ready, boxes.index(panel * number + i))
+            tma.async_copy_global_to_shared(cache_map, [blocks[i], kv_head, slot, panel * PANEL], ready, boxes.index(panel * number + i))
 
 
 @gluon.jit
@@ -98,36 +98,40 @@ def _clear(tile, begin, end, C: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(k_map, v_map, table, table_column, num_blocks, kv_head, span, keys, values, bars, loaded, C: gl.constexpr):
+def load_tiles(
+    cache_map, table, table_column, kv_head, span, tiles, ready, free, loaded, WIDE: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr
+):
     """Load the tiles of a span of keys, the last first, each when its place is free.
 
     Values outside of the span are zeros: what is there may be no number, and 0 times that is none either.
     """
     base, number, begin, end, _ = span
-    k_ready, v_ready, k_free, v_free = bars
+    boxes: gl.constexpr = C.KEYS // BOX_KEYS
+    last_box = (end + BOX_KEYS - 1) // BOX_KEYS
     cleared = base * 0
     for i in range(number):
-        start = base + (number - 1 - i) * C.KEYS
+        step = number - 1 - i
         stage = i % C.STAGES
-        phase = i // C.STAGES & 1
+        first_box = base // BOX_KEYS + step * boxes
         blocks = ()
-        for j in gl.static_range(C.KEYS // BOX_KEYS):
-            at = start + j * BOX_KEYS
-            block = gl.load(table + at // C.BLOCK_SIZE * table_column, mask=(at < end) & (at + BOX_KEYS > begin), other=-1)
-            blocks += (gl.where((block >= 0) & (block < num_blocks), block, -1).to(gl.int32),)
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        _load_boxes(k_map, blocks, kv_head, start, keys.index(stage), k_ready.index(stage), C.K_WIDE, C)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        tile = values.index(stage)
-        from_begin = gl.maximum(begin - start, 0)
-        to_end = gl.minimum(end - start, C.KEYS)
-        if (from_begin % BOX_KEYS != 0) | (to_end % BOX_KEYS != 0):
-            _load_boxes(v_map, blocks, kv_head, start, tile, loaded, C.V_WIDE, C)
-            mbarrier.wait(loaded, cleared)
-            cleared = cleared ^ 1
-            _clear(tile, from_begin // BOX_KEYS * BOX_KEYS, from_begin, C)
-            _clear(tile, to_end, (to_end + BOX_KEYS - 1) // BOX_KEYS * BOX_KEYS, C)
-            fence_async_shared()
-            mbarrier.arrive(v_ready.index(stage))
-        else:
-            _load_boxes(v_map, blocks, kv_head, start, tile, v_ready.index(stage), C.V_WIDE, C)
+        for j in gl.static_range(boxes):
+            box = first_box + j
+            is_seen = (box < last_box) & (box >= begin // BOX_KEYS)
+            blocks += (gl.load(table + box // (C.BLOCK_SIZE // BOX_KEYS) * table_column, mask=is_seen, other=-1),)
+        mbarrier.wait(free.index(stage), i // C.STAGES & 1 ^ 1)
+        tile = tiles.index(stage)
+        is_cut = False
+        if VALUES:
+            from_begin = gl.maximum(begin - base - step * C.KEYS, 0)
+            to_end = gl.minimum(end - base - step * C.KEYS, C.KEYS)
+            is_cut = (from_begin % BOX_KEYS != 0) | (to_end % BOX_KEYS != 0)
+            if is_cut:
+                _load_boxes(cache_map, blocks, kv_head, first_box, tile, loaded, WIDE, C)
+                mbarrier.wait(loaded, cleared)
+                cleared = cleared ^ 1
+                _clear(tile, from_begin // BOX_KEYS * BOX_KEYS, from_begin, C)
+                _clear(tile, to_end, (to_end + BOX_KEYS - 1) // BOX_KEYS * BOX_KEYS, C)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(stage))
+        if not is_cut:
+            _load_boxes(cache_map, blocks, kv_head, first_box, tile, ready.index(stage), WIDE, C)

@@ -130,11 +130,13 @@ def _weigh(scores, highest, total, start, seen, C: gl.constexpr, MASKED: gl.cons
     """Return the weights of a tile of keys, by what those before fade, the highest logit and the sum of weights."""
     scores = bend(scores, C.SCALE, C.SOFTCAP)
     if MASKED:
-        position, places, begin, end, table, table_column, num_blocks = seen
+        position, places, begin, end, table, table_column, num_blocks, outside = seen
         key = start + places
         inside = (key >= begin) & (key < end)
-        block = gl.load(table + key // C.BLOCK_SIZE * table_column, mask=inside, other=-1)
-        shown = (inside & (block >= 0) & (block < num_blocks))[None, :]
+        if outside > 0:
+            block = gl.load(table + key // C.BLOCK_SIZE * table_column, mask=inside, other=-1)
+            inside = inside & (block >= 0) & (block < num_blocks)
+        shown = inside[None, :]
         if C.CAUSAL:
             shown = shown & (key[None, :] <= position[:, None])
         if C.WINDOW > 0:
@@ -185,7 +187,10 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
 
     _, query, head, _, is_head = _rows_of(group, tile, C, scores_layout)
     position = length - count + query
-    seen = (position, gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout)), begin, end, table, table_column, num_blocks)
+    columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
+    last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
+    outside = count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns)
+    seen = (position, gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout)), begin, end, table, table_column, num_blocks, outside)
     highest, total = _begin_rows(sinks, used, head, is_head, C)
     found = gl.zeros([C.ROWS, C.V_WIDE], gl.float32, found_layout)
 
@@ -198,9 +203,7 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
         if C.CAUSAL:
             common = gl.minimum(common, length - count + place * C.TILE + 1)
         masked = gl.minimum(gl.maximum(number - gl.maximum(common - base, 0) // C.KEYS, 1) + 1, number)
-        columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
-        last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
-        if count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns) > 0:
+        if outside > 0:
             masked = number
         if C.STARTS:
             whole = gl.maximum(number - (begin > base).to(gl.int32), masked)
@@ -213,9 +216,9 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), weights_layout)
     for i in range(1, masked):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, True)
-    is_spoilt = False
-    if C.TILE > 1 and (C.CAUSAL or C.WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
-        is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
+    # 0 times what is no number is not 0: rows that do not see it are to be found without. Asked where all rows see the same, too, since
+    # Triton 3.6 does not compile the rest alone.
+    is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
     for i in range(masked, whole):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, False)
     if C.STARTS and C.WINDOW == 0:
@@ -227,9 +230,8 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
     mbarrier.wait(bars[1].index(stage), (number - 1) // C.STAGES & 1)
     found = warpgroup_mma(weights, values.index(stage), found, is_async=True)
     found = warpgroup_mma_wait(0, [found])
-    if C.TILE > 1 and (C.CAUSAL or C.WINDOW > 0):
-        if masked == number:
-            is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
+    if masked == number:
+        is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
 
     to, _, to_head, is_stored, _ = _rows_of(group, tile, C, found_layout)
     if is_spoilt:
@@ -397,10 +399,11 @@ def attend_specialised_kernel(
             [
                 (_attend, (0, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
                 (_attend, (1, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
-                (load_tiles, (k_map, v_map, table, table_column, num_blocks, kv_head, span, keys, values, bars, loaded, C)),
+                (load_tiles, (k_map, table, table_column, kv_head, span, keys, k_ready, k_free, loaded, K_WIDE, False, C)),
+                (load_tiles, (v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, V_WIDE, True, C)),
             ],
-            [4, 1],
-            [_ATTENDING, _LOADING],
+            [4, 1, 1],
+            [_ATTENDING, _LOADING, _LOADING],
         )
     if (place == 0) & (kv_head + share + split == 0):
         past = (gl.minimum(said, room).to(gl.int32) + BLOCK_SIZE - 1) // BLOCK_SIZE
