@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvdock_triton.tensor_maps import map_type
 
-__all__ = ["BOX_KEYS", "PANEL", "TILE_LAYOUT", "Constants", "box_type", "load_tiles", "settled"]
+__all__ = ["BOX_KEYS", "PANEL", "TILE_LAYOUT", "Constants", "box_type", "load_keys", "load_values", "settled"]
 
 BOX_KEYS = gl.constexpr(16)
 PANEL = gl.constexpr(64)
@@ -98,40 +98,56 @@ def _clear(tile, begin, end, C: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(
-    cache_map, table, table_column, kv_head, span, tiles, ready, free, loaded, WIDE: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr
+def _load_tile(
+    i, cache_map, table, table_column, kv_head, span, tiles, ready, free, loaded, WIDE: gl.constexpr, CUT: gl.constexpr, C: gl.constexpr
 ):
-    """Load the tiles of a span of keys, the last first, each when its place is free.
-
-    Values outside of the span are zeros: what is there may be no number, and 0 times that is none either.
-    """
+    """Load tile ``i`` of keys or values when its place is free; with ``CUT``, those outside of the span may be made zeros."""
     base, number, begin, end, _ = span
     boxes: gl.constexpr = C.KEYS // BOX_KEYS
+    start = base + (number - 1 - i) * C.KEYS
+    first_box = base // BOX_KEYS + (number - 1 - i) * boxes
     last_box = (end + BOX_KEYS - 1) // BOX_KEYS
-    cleared = base * 0
-    for i in range(number):
-        step = number - 1 - i
-        stage = i % C.STAGES
-        first_box = base // BOX_KEYS + step * boxes
-        blocks = ()
-        for j in gl.static_range(boxes):
-            box = first_box + j
-            is_seen = (box < last_box) & (box >= begin // BOX_KEYS)
-            blocks += (gl.load(table + box // (C.BLOCK_SIZE // BOX_KEYS) * table_column, mask=is_seen, other=-1),)
-        mbarrier.wait(free.index(stage), i // C.STAGES & 1 ^ 1)
-        tile = tiles.index(stage)
-        is_cut = False
-        if VALUES:
-            from_begin = gl.maximum(begin - base - step * C.KEYS, 0)
-            to_end = gl.minimum(end - base - step * C.KEYS, C.KEYS)
-            is_cut = (from_begin % BOX_KEYS != 0) | (to_end % BOX_KEYS != 0)
-            if is_cut:
-                _load_boxes(cache_map, blocks, kv_head, first_box, tile, loaded, WIDE, C)
-                mbarrier.wait(loaded, cleared)
-                cleared = cleared ^ 1
-                _clear(tile, from_begin // BOX_KEYS * BOX_KEYS, from_begin, C)
-                _clear(tile, to_end, (to_end + BOX_KEYS - 1) // BOX_KEYS * BOX_KEYS, C)
-                fence_async_shared()
-                mbarrier.arrive(ready.index(stage))
-        if not is_cut:
-            _load_boxes(cache_map, blocks, kv_head, first_box, tile, ready.index(stage), WIDE, C)
+    blocks = ()
+    for j in gl.static_range(boxes):
+        box = first_box + j
+        is_seen = (box < last_box) & (box >= begin // BOX_KEYS)
+        blocks += (gl.load(table + box // (C.BLOCK_SIZE // BOX_KEYS) * table_column, mask=is_seen, other=-1),)
+    stage = i % C.STAGES
+    tile = tiles.index(stage)
+    mbarrier.wait(free.index(stage), i // C.STAGES & 1 ^ 1)
+    if CUT:
+        from_begin = gl.minimum(gl.maximum(begin - start, 0), C.KEYS)
+        to_end = gl.minimum(gl.maximum(end - start, 0), C.KEYS)
+        _load_boxes(cache_map, blocks, kv_head, first_box, tile, loaded, WIDE, C)
+        mbarrier.wait(loaded, (i > 0).to(gl.int32))
+        _clear(tile, from_begin // BOX_KEYS * BOX_KEYS, from_begin, C)
+        _clear(tile, to_end, (to_end + BOX_KEYS - 1) // BOX_KEYS * BOX_KEYS, C)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(stage))
+    else:
+        _load_boxes(cache_map, blocks, kv_head, first_box, tile, ready.index(stage), WIDE, C)
+
+
+@gluon.jit
+def load_keys(k_map, table, table_column, kv_head, span, tiles, ready, free, C: gl.constexpr):
+    """Load the tiles of a span of keys, the last first."""
+    for i in range(span[1]):
+        _load_tile(i, k_map, table, table_column, kv_head, span, tiles, ready, free, ready, C.K_WIDE, False, C)
+
+
+@gluon.jit
+def load_values(v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C: gl.constexpr):
+    """Load the values of a span of keys, the last first.
+
+    Those outside of the span are zeros: what is there may be no number, and 0 times that is none either.
+    """
+    number = span[1]
+    whole = number
+    _load_tile(number * 0, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, True, C)
+    if C.STARTS or C.WINDOW > 0:
+        whole = number - 1
+    for i in range(1, whole):
+        _load_tile(i, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, False, C)
+    if C.STARTS or C.WINDOW > 0:
+        if number > 1:
+            _load_tile(number - 1, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, True, C)

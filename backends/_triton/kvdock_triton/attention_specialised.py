@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kvdock_triton.attention_boxes import BOX_KEYS, TILE_LAYOUT, load_tiles, settled
+from kvdock_triton.attention_boxes import BOX_KEYS, TILE_LAYOUT, load_keys, load_values, settled
 from kvdock_triton.attention_exact import attend_key_by_key
 from kvdock_triton.attention_parts import LOG2E, bend, peak_of, weigh
 from kvdock_triton.attention_results import count_bad, count_outside, store_rows
@@ -399,8 +399,8 @@ def attend_specialised_kernel(
             [
                 (_attend, (0, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
                 (_attend, (1, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
-                (load_tiles, (k_map, table, table_column, kv_head, span, keys, k_ready, k_free, loaded, K_WIDE, False, C)),
-                (load_tiles, (v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, V_WIDE, True, C)),
+                (load_keys, (k_map, table, table_column, kv_head, span, keys, k_ready, k_free, C)),
+                (load_values, (v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, C)),
             ],
             [4, 1, 1],
             [_ATTENDING, _LOADING, _LOADING],
