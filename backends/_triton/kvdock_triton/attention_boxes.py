@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvdock_triton.tensor_maps import map_type
 
-__all__ = ["BOX_KEYS", "PANEL", "TILE_LAYOUT", "Constants", "box_type", "load_keys", "load_values", "settled"]
+__all__ = ["BOX_KEYS", "PANEL", "TILE_LAYOUT", "Constants", "box_type", "load_tiles", "settled"]
 
 BOX_KEYS = gl.constexpr(16)
 PANEL = gl.constexpr(64)
@@ -129,25 +129,23 @@ def _load_tile(
 
 
 @gluon.jit
-def load_keys(k_map, table, table_column, kv_head, span, tiles, ready, free, C: gl.constexpr):
-    """Load the tiles of a span of keys, the last first."""
-    for i in range(span[1]):
-        _load_tile(i, k_map, table, table_column, kv_head, span, tiles, ready, free, ready, C.K_WIDE, False, C)
+def load_tiles(k_map, v_map, table, table_column, kv_head, span, keys, values, bars, loaded, C: gl.constexpr):
+    """Load the tiles of a span of keys, the last first. By one warp: a second would take the turns of a lane that attends, too.
 
-
-@gluon.jit
-def load_values(v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C: gl.constexpr):
-    """Load the values of a span of keys, the last first.
-
-    Those outside of the span are zeros: what is there may be no number, and 0 times that is none either.
+    Values outside of the span are zeros: what is there may be no number, and 0 times that is none either.
     """
+    k_ready, v_ready, k_free, v_free = bars
     number = span[1]
+    last = number * 0
+    _load_tile(last, k_map, table, table_column, kv_head, span, keys, k_ready, k_free, loaded, C.K_WIDE, False, C)
+    _load_tile(last, v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, C.V_WIDE, True, C)
     whole = number
-    _load_tile(number * 0, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, True, C)
     if C.STARTS or C.WINDOW > 0:
         whole = number - 1
     for i in range(1, whole):
-        _load_tile(i, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, False, C)
+        _load_tile(i, k_map, table, table_column, kv_head, span, keys, k_ready, k_free, loaded, C.K_WIDE, False, C)
+        _load_tile(i, v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, C.V_WIDE, False, C)
     if C.STARTS or C.WINDOW > 0:
         if number > 1:
-            _load_tile(number - 1, v_map, table, table_column, kv_head, span, tiles, ready, free, loaded, C.V_WIDE, True, C)
+            _load_tile(whole, k_map, table, table_column, kv_head, span, keys, k_ready, k_free, loaded, C.K_WIDE, False, C)
+            _load_tile(whole, v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, C.V_WIDE, True, C)

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kvdock_triton.attention_boxes import BOX_KEYS, TILE_LAYOUT, load_keys, load_values, settled
+from kvdock_triton.attention_boxes import BOX_KEYS, TILE_LAYOUT, load_tiles, settled
 from kvdock_triton.attention_exact import attend_key_by_key
 from kvdock_triton.attention_parts import LOG2E, bend, peak_of, weigh
 from kvdock_triton.attention_results import count_bad, count_outside, store_rows
@@ -130,17 +130,11 @@ def _weigh(scores, highest, total, start, seen, C: gl.constexpr, MASKED: gl.cons
     """Return the weights of a tile of keys, by what those before fade, the highest logit and the sum of weights."""
     scores = bend(scores, C.SCALE, C.SOFTCAP)
     if MASKED:
-        position, places, begin, end, table, table_column, num_blocks, outside = seen
-        key = start + places
-        inside = (key >= begin) & (key < end)
-        if outside > 0:
-            block = gl.load(table + key // C.BLOCK_SIZE * table_column, mask=inside, other=-1)
-            inside = inside & (block >= 0) & (block < num_blocks)
-        shown = inside[None, :]
-        if C.CAUSAL:
-            shown = shown & (key[None, :] <= position[:, None])
-        if C.WINDOW > 0:
-            shown = shown & (key[None, :] > position[:, None] - C.WINDOW)
+        first_seen, last_seen, places = seen
+        key = (start + places)[None, :]
+        shown = key <= last_seen[:, None]
+        if C.STARTS or C.WINDOW > 0:
+            shown = shown & (key >= first_seen[:, None])
         scores = gl.where(shown, scores, float("-inf"))
     before = highest
     highest = gl.maximum(before, peak_of(scores, C.SCALE, C.SOFTCAP))
@@ -187,10 +181,13 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
 
     _, query, head, _, is_head = _rows_of(group, tile, C, scores_layout)
     position = length - count + query
-    columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
-    last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
-    outside = count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns)
-    seen = (position, gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout)), begin, end, table, table_column, num_blocks, outside)
+    first_seen = gl.maximum(position * 0, begin)
+    last_seen = gl.maximum(position * 0, end) - 1
+    if C.CAUSAL:
+        last_seen = gl.minimum(last_seen, position)
+    if C.WINDOW > 0:
+        first_seen = gl.maximum(first_seen, position - C.WINDOW + 1)
+    seen = (first_seen, last_seen, gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout)))
     highest, total = _begin_rows(sinks, used, head, is_head, C)
     found = gl.zeros([C.ROWS, C.V_WIDE], gl.float32, found_layout)
 
@@ -203,10 +200,12 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
         if C.CAUSAL:
             common = gl.minimum(common, length - count + place * C.TILE + 1)
         masked = gl.minimum(gl.maximum(number - gl.maximum(common - base, 0) // C.KEYS, 1) + 1, number)
-        if outside > 0:
-            masked = number
         if C.STARTS:
             whole = gl.maximum(number - (begin > base).to(gl.int32), masked)
+    # Keys of blocks outside of the pool are zeros here, instead of nothing.
+    columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
+    last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
+    is_spoilt = count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns) > 0
     mbarrier.wait(bars[0].index(0), 0)
     nothing = gl.zeros([C.ROWS, C.KEYS], gl.float32, scores_layout)
     scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -216,9 +215,8 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), weights_layout)
     for i in range(1, masked):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, True)
-    # 0 times what is no number is not 0: rows that do not see it are to be found without. Asked where all rows see the same, too, since
-    # Triton 3.6 does not compile the rest alone.
-    is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
+    # 0 times what is no number is not 0: rows that do not see it are to be found without.
+    is_spoilt |= gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
     for i in range(masked, whole):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, False)
     if C.STARTS and C.WINDOW == 0:
@@ -231,7 +229,7 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
     found = warpgroup_mma(weights, values.index(stage), found, is_async=True)
     found = warpgroup_mma_wait(0, [found])
     if masked == number:
-        is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
+        is_spoilt |= gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
 
     to, _, to_head, is_stored, _ = _rows_of(group, tile, C, found_layout)
     if is_spoilt:
@@ -399,11 +397,10 @@ def attend_specialised_kernel(
             [
                 (_attend, (0, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
                 (_attend, (1, inputs, tile, span, numbers, outputs, shared_queries, keys, values, bars, C)),
-                (load_keys, (k_map, table, table_column, kv_head, span, keys, k_ready, k_free, C)),
-                (load_values, (v_map, table, table_column, kv_head, span, values, v_ready, v_free, loaded, C)),
+                (load_tiles, (k_map, v_map, table, table_column, kv_head, span, keys, values, bars, loaded, C)),
             ],
-            [4, 1, 1],
-            [_ATTENDING, _LOADING, _LOADING],
+            [4, 1],
+            [_ATTENDING, _LOADING],
         )
     if (place == 0) & (kv_head + share + split == 0):
         past = (gl.minimum(said, room).to(gl.int32) + BLOCK_SIZE - 1) // BLOCK_SIZE
