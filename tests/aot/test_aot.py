@@ -73,7 +73,7 @@ def assert_no_spills(results: Sequence[dict[str, Any]]) -> None:
 def test_a_chosen_subset_has_wide_accesses_and_no_spills(tmp_path: Path, target: str) -> None:
     results = compiled(tmp_path, "--quick", "--target", target)
     assert {result["target"] for result in results} == {target}
-    assert len(results) == 8
+    assert len(results) == 9
     assert_wide(results)
     assert_no_spills(results)
 

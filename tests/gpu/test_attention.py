@@ -19,6 +19,8 @@ HEADS = {
     "fp32, starts": (torch.float32, 4, 2, 64, 64, 16, {"starts": True}),
     "fp16, 256, not causal": (torch.float16, 8, 4, 256, 256, 32, {"causal": False}),
     "bf16, 64/1 x 192/128": (torch.bfloat16, 64, 1, 192, 128, 16, {"sinks": True}),
+    "bf16, 8/2 x 128, starts": (torch.bfloat16, 8, 2, 128, 128, 16, {"starts": True, "sinks": True}),
+    "fp16, 14/2 x 80, window": (torch.float16, 14, 2, 80, 80, 48, {"window": 100, "softcap": 20.0}),
     "bf16, 46": (torch.bfloat16, 4, 2, 46, 46, 16, {}),
 }
 BOUND = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
@@ -64,6 +66,21 @@ def test_results_are_those_of_portable_torch(name: str, counts: Sequence[int] | 
         expected, sums = kvdock.ops.paged_attention(**args, return_lse=True)
     assert float((out - expected).float().norm() / expected.float().norm()) < BOUND[out.dtype]
     torch.testing.assert_close(lse, sums, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 40}], ids=["causal", "not causal", "window"])
+@pytest.mark.parametrize("place", [1170, 1390, 1450])
+def test_a_value_that_is_no_number_reaches_those_who_see_it(place: int, options: dict[str, Any]) -> None:
+    args = batch("bf16, 32/8 x 128", COUNTS["many"]) | options
+    args["block_table"][0, 3] = 0
+    args["v_cache"][int(args["block_table"][0, place // 16]), place % 16, 2, 7] = torch.nan
+    out = kvdock.ops.paged_attention(**args)
+    with kvdock.use_backend("portable"):
+        expected = kvdock.ops.paged_attention(**args)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert 0 < int(expected.isnan().sum()) <= 4 * 300
+    kept = ~expected.isnan()
+    assert float((out - expected)[kept].float().norm() / expected[kept].float().norm()) < BOUND[out.dtype]
 
 
 def test_a_graph_follows_lengths_and_tables() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kvdock.plugin import Request, TensorMeta
 from kvdock_triton import Tile, gather_paged, paged_caching
+from kvdock_triton.attention_specs import prefill_tile
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import DEFAULT, HOPPER, LEAST_ROWS, MOST_TOKENS, TUNED_KEY_BYTES, TUNED_ROW_BYTES, WIDE, AttentionTile, Tuning
@@ -113,3 +114,30 @@ def test_tiles_of_attention_keep_the_bytes_of_a_step(tile: AttentionTile) -> Non
         lanes = fitted.without_matrix_units()
         assert (lanes.rows, lanes.keys, lanes.stages) <= (LEAST_ROWS, fitted.keys, fitted.stages)
         assert lanes.warps >= 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "dim", "alignment", "is_specialised"),
+    [
+        (torch.bfloat16, 16, 128, 16, True),
+        (torch.float16, 48, 80, 16, True),
+        (torch.bfloat16, 16, 512, 16, False),  # a tile has no room
+        (torch.float32, 16, 128, 16, False),  # no matrix units
+        (torch.bfloat16, 24, 128, 16, False),  # boxes of 16 keys, each of one block
+        (torch.bfloat16, 16, 128, 8, False),  # maps need multiples of 16 bytes
+    ],
+)
+def test_prompts_are_read_by_maps_where_they_can_be(dtype: torch.dtype, block: int, dim: int, alignment: int, is_specialised: bool) -> None:
+    pool = TensorMeta(dtype, (64, block, 8, dim), (block * 8 * dim, 8 * dim, dim, 1), alignment)
+    request = Request("paged_attention", torch.device("cuda"), {"k_cache": pool, "v_cache": pool})
+    assert prefill_tile(request, HOPPER) == (HOPPER.specialised if is_specialised else HOPPER.prefill)
+    assert prefill_tile(request, DEFAULT) == DEFAULT.prefill
+
+
+def test_tiles_that_lie_in_shared_memory_fit_into_it() -> None:
+    tile = HOPPER.specialised
+    assert tile is not None
+    for k_dim, v_dim in itertools.product((64, 128, 256), repeat=2):
+        fitted = tile.in_shared(2 * (k_dim + v_dim))
+        assert 2 * (fitted.stages * fitted.keys * (k_dim + v_dim) + fitted.rows * k_dim) <= 227 * 1024 - 2048, (k_dim, v_dim)
+        assert LEAST_ROWS <= fitted.keys <= tile.keys

@@ -207,8 +207,7 @@ def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bo
     request = _attention_request(geometry, dtype, every_option)
     specs: dict[str, Callable[[Tuning], KernelSpec]] = {
         "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False, early=tuning.early),
-        "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
-        "long prefill": lambda tuning: attention_specs.attend_spec(request, attention_specs.prefill_tile(request, tuning), True),
+        "prefill": lambda tuning: attention_specs.attend_spec(request, attention_specs.prefill_tile(request, tuning), True),
         "join": lambda tuning: attention_specs.join_spec(request),
         "join of decode": lambda tuning: attention_specs.join_few_spec(
             request, attention_specs.attend_spec(request, tuning.decode, False), tuning.early
@@ -290,7 +289,7 @@ def _quick_cases() -> list[Case]:
         _gather(USUAL, 16, 1, False),
         *_copy(USUAL, 16, False),
         _swap(USUAL, 16, False),
-        _attention(USUAL)[0],
+        *_attention(USUAL)[:2],
     ]
 
 

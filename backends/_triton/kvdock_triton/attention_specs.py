@@ -11,8 +11,9 @@ from kvdock_triton.attention_caches import FLOATS, MAPPED_POOLS, is_long, is_map
 from kvdock_triton.attention_few import attend_few_kernel
 from kvdock_triton.attention_join import join_few_kernel, join_kernel
 from kvdock_triton.attention_many import attend_many_kernel
+from kvdock_triton.direct import is_known_release
 from kvdock_triton.elements import index_type
-from kvdock_triton.launch import KernelSpec, has_gluon, is_interpreting
+from kvdock_triton.launch import KernelSpec, is_interpreting
 from kvdock_triton.tuning import AttentionTile, Tuning
 
 __all__ = ["MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_few_spec", "join_spec", "prefill_tile", "unit_of"]
@@ -88,7 +89,9 @@ def _types(request: Request) -> dict[str, str]:
 
 def prefill_tile(request: Request, tuning: Tuning) -> AttentionTile:
     """Return the tile for any number of queries: whose warps have work of their own, where the GPU and the request allow it."""
-    return tuning.specialised if tuning.specialised is not None and is_mapped(request) and has_gluon() else tuning.prefill
+    if tuning.specialised is None or not is_mapped(request) or not is_known_release() or is_interpreting():
+        return tuning.prefill
+    return tuning.specialised
 
 
 def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool = False, early: bool = False) -> KernelSpec:
@@ -124,7 +127,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
 
 def _specialised_spec(request: Request, tile: AttentionTile) -> KernelSpec:
     """Return what to compile where warps have work of their own: what loads loads boxes, whatever the block or the head."""
-    from kvdock_triton.attention_boxes import PANEL, box_type  # where `has_gluon` alone
+    from kvdock_triton.attention_boxes import PANEL, box_type  # where Gluon is known alone
     from kvdock_triton.attention_specialised import attend_specialised_kernel
 
     tile = tile.in_shared(key_bytes(request))

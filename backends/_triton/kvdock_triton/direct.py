@@ -1,7 +1,8 @@
 """Launching a compiled kernel through Triton's own C launcher, in half the host time of ``kernel[grid](...)``.
 
 How to call it is private to Triton and differs between its releases, and so is torch's quick way to the current stream. All
-of that knowledge is here. `why_not` says why it is not used where it is not; then launches are public ones.
+of that knowledge is here, and how Gluon is compiled, which is an experiment of Triton's. `why_not` says why it is not used where it
+is not; then launches are public ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from triton.compiler.compiler import max_shared_mem
 from kvdock_triton.tensor_maps import driver_maps, spelled
 from kvdock_triton.written import Launch
 
-__all__ = ["DIRECT_LAUNCH", "build", "fits", "is_known_release", "why_not"]
+__all__ = ["DIRECT_LAUNCH", "build", "fits", "gluon_source", "is_known_release", "why_not"]
 
 DIRECT_LAUNCH = ("3.6",)
 """Releases of Triton whose C launcher was called directly on a GPU, and no others are."""
@@ -29,6 +30,13 @@ _PRIVATE = ((CompiledKernel, "_init_handles"), (torch._C, "_cuda_getCurrentRawSt
 def is_known_release() -> bool:
     """Whether what is private or experimental in this release of Triton is known."""
     return ".".join(triton.__version__.split(".")[:2]) in DIRECT_LAUNCH
+
+
+def gluon_source() -> Any:
+    """Return what `triton.compile` takes of a kernel in Gluon, in a known release."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def why_not() -> str:

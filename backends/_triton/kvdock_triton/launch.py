@@ -35,7 +35,6 @@ __all__ = [
     "KernelSpec",
     "compile_for",
     "describe_launch",
-    "has_gluon",
     "has_maps",
     "is_interpreting",
     "launcher_for",
@@ -102,18 +101,12 @@ class KernelSpec:
     def source(self) -> ASTSource:
         """Return what `triton.compile` takes."""
         names, types = list(self.kernel.arg_names), dict(self.types)
-        return (_gluon_source() if self.kernel.is_gluon() else ASTSource)(
+        return (direct.gluon_source() if self.kernel.is_gluon() else ASTSource)(
             fn=self.kernel,
             signature={name: types.get(name, "constexpr") for name in names},
             constexprs={(names.index(name),): value for name, value in self.constants},
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned},
         )
-
-
-def _gluon_source() -> type[ASTSource]:
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    return GluonASTSource
 
 
 def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
@@ -244,11 +237,6 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
 def has_maps() -> bool:
     """Whether kernels may have maps for parameters, and be launched early: where Triton's launcher is called directly, or not at all."""
     return is_interpreting() or not direct.why_not()
-
-
-def has_gluon() -> bool:
-    """Whether kernels may be written in Gluon, which differs between releases of Triton: known ones, and not in the interpreter."""
-    return not is_interpreting() and direct.is_known_release()
 
 
 def describe_launch() -> str:

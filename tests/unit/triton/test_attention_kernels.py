@@ -311,7 +311,7 @@ def latents(seed: int, rank: int, rope: int, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("apart", [False, True], ids=["within", "apart"])
 def test_latents_are_keys_and_their_first_elements_values(monkeypatch: pytest.MonkeyPatch, seed: int, apart: bool) -> None:
     """Keys in two parts, and values read with the first of them; values of the same strides elsewhere are read by themselves."""
-    monkeypatch.setattr("kvdock_triton.attention_specs.LONG", 16)
+    monkeypatch.setattr("kvdock_triton.attention_caches.LONG", 16)
     args = latents(seed, *[(32, 16), (16, 5)][seed % 2])
     if apart:
         args["v_cache"] = torch.randn_like(args["k_cache"])[..., : args["v_cache"].shape[3]]
@@ -331,7 +331,7 @@ def test_latents_of_the_size_that_models_have(heads: int, queries: int) -> None:
 
 
 def test_who_reads_values_with_keys() -> None:
-    from kvdock_triton.attention_specs import may_be_within
+    from kvdock_triton.attention_caches import may_be_within
 
     pools = torch.zeros(2, 4, 1, 576), torch.zeros(2, 4, 1, 512)
     assert may_be_within(request(k_cache=pools[0], v_cache=pools[0][..., :512], q=torch.zeros(1, 2, 576)))
