@@ -96,7 +96,7 @@ def is_overload(node: ast.AST) -> bool:
 def test_everything_is_annotated(module: Module) -> None:
     bare = []
     for node in module.functions() if not module.is_written else ():
-        if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
+        if any(ast.unparse(decorator) in ("triton.jit", "gluon.jit") for decorator in node.decorator_list):
             continue  # a kernel's parameters have no Python type, and an annotation would tell Triton to specialise on it
         spec = node.args
         arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]

@@ -6,7 +6,7 @@ import torch
 
 import kvdock
 
-for dtype, heads, dim in ((torch.bfloat16, 3, 46), (torch.float32, 2, 64)):
+for dtype, heads, dim in ((torch.bfloat16, 3, 46), (torch.float32, 2, 64), (torch.float16, 2, 64)):
     k_cache = torch.zeros(6, 16, heads, dim, dtype=dtype, device="cuda")
     v_cache = k_cache.clone()
     rows = torch.randn(9, 3 * heads, dim, device="cuda").to(dtype)

@@ -6,6 +6,8 @@ tile together are what matrix units take for one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -63,7 +65,7 @@ class Constants:
 
 
 @gluon.constexpr_function
-def settled(*values):
+def settled(*values: Any) -> Constants:
     """Return `Constants` within a kernel, each as Triton has them."""
     return Constants(*map(gl.constexpr, values))
 
