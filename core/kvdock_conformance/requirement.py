@@ -45,11 +45,13 @@ class Case:
         data: all that the check needs to know, as what JSON can hold. It travels to the child that runs the case, into the
             report and into ``repro.py``.
         level: at which level it runs, if its requirement does.
+        alone: whether no other case may run meanwhile: it measures time, or needs every processor.
     """
 
     name: str
     data: Mapping[str, Any]
     level: Level = Level.CORE
+    alone: bool = False
 
 
 @attrs.frozen
@@ -136,7 +138,7 @@ class Requirement:
         hardware: what a machine must have, beside a host, for the check to be made on any backend at all: ``"two devices"``.
             Elsewhere only the refusal can be verified. Empty where the host will do.
         unready: why none of its cases can be run, which leaves it open; empty when they can.
-        alone: whether no other case may run meanwhile: it measures time, or needs every processor.
+        alone: whether all its cases must be alone: see `Case`.
     """
 
     id: str = attrs.field(validator=_check_id)

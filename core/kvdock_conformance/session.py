@@ -218,7 +218,7 @@ class Session:
             reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
             if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
-            with self._turns.turn(alone=requirement.alone):
+            with self._turns.turn(alone=requirement.alone or case.alone):
                 left = CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason)
                 outcomes.append(left if reason else self._survived(requirement, case))
         self._patience.finish(requirement)

@@ -14,7 +14,8 @@ from kvdock_conformance.verdict import Outcome
 __all__ = ["outcomes_of"]
 
 _LONGEST = ("paged_attention", "hygiene", "threads")
-"""Areas that take longest, begun first: else the last of them would run when there is nothing left to run beside it."""
+"""Areas that take longest, begun first: else the last of them would run when there is nothing left to run beside it. What must be alone
+waits for what runs beside it: it comes behind the seconds of a fresh interpreter, with which hygiene begins."""
 
 
 def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement], level: Level) -> Generator[Outcome, None, None]:
@@ -28,13 +29,13 @@ def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement]
     if len(sessions) == 1:
         yield from (sessions[0].requirement(item, level) for item in requirements)
         return
-    every = [*requirements]
+    every = sorted(requirements, key=lambda item: _LONGEST.index(item.area) if item.area in _LONGEST else len(_LONGEST))
     # By one session: for a fake tensor, torch loads its compiler, which takes a second.
     of_any_op = {item.area for item in every if "@" in item.id}
     listed: dict[str, list[Requirement]] = {}
     for item in every:
         listed.setdefault("of any op" if item.area in of_any_op else item.area, []).append(item)
-    areas = collections.deque(sorted(listed.values(), key=lambda items: all(item.area not in _LONGEST for item in items)))
+    areas = collections.deque(listed.values())
     told: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
 
     def work(session: Session) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvdock_conformance.cases.copies import Copy, fanned
@@ -68,6 +68,8 @@ _ROWS: Factors = {
 }
 _ROWS_APART = ("k and v unlike", "contiguous / cut short", "cut short / contiguous", "[B, H, q, D] / contiguous")
 _TOKENS_FIRST = ("[S, B, H, D]", "[S, B, H, D] / contiguous", "contiguous / [S, B, H, D]")
+Apart = Sequence[tuple[Value, Value]]
+"""What takes long together, and meets in few cases that are small otherwise: those of tiers in which a factor has one value."""
 Tier = tuple[Level, Factors]
 """At which level an array of combinations runs, and factors in place of the ordinary ones."""
 
@@ -158,6 +160,18 @@ _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (164,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 41)}),
     (Level.CORE, {**_ONE, "first": (1,), "slots": ("scattered",), "form": ("[T]",), "block": (1,), "rows": ("contiguous", "odd steps")}),
     (Level.CORE, {"count": (1, 4), **_PIECE, **_KNOWN, "sizes": ("2 x 64", "1 x 3"), "slots": _PADDING[1:], "block": (16,)}),
+    (
+        Level.CORE,
+        {
+            "count": (1025, *_around(12)),
+            **_PIECE,
+            **_KNOWN,
+            "index": ("int64",),
+            "sizes": ("2 x 64",),
+            "slots": ("scattered",),
+            "block": (16,),
+        },
+    ),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
     (Level.EXTENDED, {"count": _around(13, 14, 15, 16), **_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20")}),
 )
@@ -178,6 +192,7 @@ _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (4, 64), **_ONCE, "block": (1, 3), "padding": ("none",), "order": _ORDERS}),
     (Level.CORE, {**_ONE, "block": (1,), "padding": ("none",)}),
     (Level.CORE, {"count": (1,), **_DENSE, **_KNOWN, "sizes": ("1 x 64",), "padding": _PADDING[1:], "block": (16,)}),
+    (Level.CORE, {"count": (65,), **_DENSE, **_KNOWN, "sizes": ("1 x 8",), "padding": ("none",), "block": (16,)}),
     (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
     (Level.EXTENDED, {"count": _around(11, 12), **_ONCE, "block": (1, 3)}),
     (Level.EXTENDED, {"count": (1,), **_DENSE, **_ACROSS, "block": (4097, 8193)}),
@@ -198,32 +213,35 @@ _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 5), **_ONCE, "lengths": ("alike at the ends", "alike but the last"), "rows": (5, 16), "form": ("[b]",)}),
     (Level.CORE, {"count": (1, 16), **_ONCE, "lengths": ("full",), "rows": (3,), "behind": (0,), "form": ("[b]", "int")}),
     (Level.CORE, {**_ONE, "rows": (1,), "form": ("[b]", "int"), "source": ("[B, H, q, D]", "contiguous")}),
+    (Level.CORE, {"count": (257,), **_LONG, "sizes": ("2 x 64",), "rows": (17,), "behind": (0,), "form": ("[b]",)}),
     (Level.CORE, {"count": (1,), **_LONG, **_KNOWN, "sizes": ("1 x 64", "1 x 3"), "rows": (1,), "padding": ("too long", "negative")}),
     (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
 )
 
 
-def covering(factors: Factors, seed: int = 0) -> list[Combination]:
+def covering(factors: Factors, seed: int = 0, apart: Collection[tuple[Value, Value]] = ()) -> list[Combination]:
     """Return combinations of values, one of each factor, so that every two values of two factors occur together.
 
     Args:
         factors: the values by the name of their factor.
         seed: of the order in which factors are settled. The same arguments give the same combinations.
+        apart: pairs of values that occur together nowhere; each factor needs a value that may stand beside all others.
     """
-    return [dict(made) for made in _covering(tuple((name, tuple(values)) for name, values in factors.items()), seed)]
+    return [dict(made) for made in _covering(tuple((name, tuple(values)) for name, values in factors.items()), seed, frozenset(apart))]
 
 
 @functools.cache
-def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int) -> list[Combination]:
+def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int, apart: frozenset[tuple[Value, Value]]) -> list[Combination]:
     """Return the combinations; kept, because two ops ask for the same ones."""
     factors = {name: [(name, value) for value in values] for name, values in named}
     choose = random.Random(seed)  # noqa: S311 - the same in every run
     bits = {each: 1 << at for at, each in enumerate(itertools.chain(*factors.values()))}
-    partners = {each: sum(bits[other] for other in bits if other[0] != each[0]) for each in bits}
+    never = {each: sum(bits[other] for other in bits if {(each, other), (other, each)} & apart) for each in bits}
+    partners = {each: sum(bits[other] for other in bits if other[0] != each[0]) & ~never[each] for each in bits}
     found: list[Combination] = []
     for first, second in itertools.chain(*(itertools.product(factors[a], factors[b]) for a, b in itertools.combinations(factors, 2))):
         if partners[first] & bits[second]:
-            tried = [_settled(factors, bits, partners, (first, second), choose) for _ in range(_TRIES)]
+            tried = [_settled(factors, bits, partners, never, (first, second), choose) for _ in range(_TRIES)]
             best, every = max(tried, key=lambda made: sum((partners[each] & made[1]).bit_count() for each in made[0]))
             for each in best:
                 partners[each] &= ~every
@@ -232,13 +250,14 @@ def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int) -> list
 
 
 def _settled(
-    factors: Mapping[str, list[Value]], bits: Bits, partners: Bits, start: tuple[Value, Value], choose: random.Random
+    factors: Mapping[str, list[Value]], bits: Bits, partners: Bits, never: Bits, start: tuple[Value, Value], choose: random.Random
 ) -> tuple[list[Value], int]:
     """Return a combination with a pair that is missing, and with as many others as a greedy choice finds; and its bits."""
     made, every = [*start], bits[start[0]] | bits[start[1]]
     names = [name for name in factors if name not in (start[0][0], start[1][0])]
     for factor in [*_shuffled(names, choose)]:
-        best = max(_shuffled(factors[factor], choose), key=lambda each: (partners[each] & every).bit_count())
+        fits = (each for each in _shuffled(factors[factor], choose) if not never[each] & every)
+        best = max(fits, key=lambda each: (partners[each] & every).bit_count())
         made.append(best)
         every |= bits[best]
     return made, every
@@ -255,12 +274,20 @@ def _shuffled(values: Sequence[Any], choose: random.Random) -> Iterator[Any]:
         left[at] = left[count - 1]
 
 
-def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Iterator[Case | Extended]:
+def _repeated(*counts: int) -> Apart:
+    """Return what keeps long calls from being repeated."""
+    return [(("count", count), ("is_repeated", True)) for count in counts]
+
+
+def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]], apart: Apart) -> Iterator[Case | Extended]:
     """Yield a case of each combination: calls one after the other."""
     names: set[str] = set()
 
     def tier(level: Level, others: Factors) -> Iterator[Case]:
-        for number, one in enumerate(covering({**factors, **others})):
+        made = {**factors, **others}
+        several = {name for name, values in made.items() if len(values) > 1}
+        never = [pair for pair in apart if several.issuperset(name for name, _ in pair)]
+        for number, one in enumerate(covering(made, apart=never)):
             name = ", ".join(f"{factor} {one[factor]}" for factor in (*factors, "count"))
             if name not in names:  # two arrays may have one combination
                 names.add(name)
@@ -348,7 +375,7 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case | Extended]]:
         lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], slots.rpartition(", ")[2], -1, geometry.capacity)
         return [SlotCall(op, "", each, lead, geometry, **how) for each in lists]
 
-    return lambda: _drawn(_SLOTS, _TOKENS if op == "gather_paged" else _WRITTEN, make)
+    return lambda: _drawn(_SLOTS, _TOKENS if op == "gather_paged" else _WRITTEN, make, _repeated(1025, *_around(12)))
 
 
 def copies(of: Callable[..., Copy] = Copy) -> Iterator[Case | Extended]:
@@ -364,7 +391,7 @@ def copies(of: Callable[..., Copy] = Copy) -> Iterator[Case | Extended]:
         bad[:] = _padded(bad, padding, (-1, 0), (bad[-1][0] if bad else 0, geometry.num_blocks))
         return [of("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
-    return _drawn(_PAIRS, _COPIED, make)
+    return _drawn(_PAIRS, _COPIED, make, _repeated(65))
 
 
 def updates() -> Iterator[Case | Extended]:
@@ -396,4 +423,4 @@ def updates() -> Iterator[Case | Extended]:
             made.append(Update("", given, shape, rows, count, geometry, index_gap=int(form == "[b] in steps"), **how))
         return made
 
-    return _drawn(_ROWS, _UPDATED, make)
+    return _drawn(_ROWS, _UPDATED, make, [(("count", 257), ("rows", 17))])

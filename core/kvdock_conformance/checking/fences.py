@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -61,9 +62,15 @@ def fenced(content: torch.Tensor, *, at_end: bool) -> torch.Tensor:
     return place
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library: opening it makes a class, which takes longer than a call."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def protect(memory: int, count: int, how: int) -> None:
     """Say what may be done with whole pages of memory: ``PROT_`` of `mmap`."""
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(memory), ctypes.c_size_t(count), how):
+    if _libc().mprotect(ctypes.c_void_p(memory), ctypes.c_size_t(count), how):
         raise OSError(ctypes.get_errno(), "mprotect")
 
 

@@ -22,7 +22,8 @@ __all__ = ["MADE_BY", "WAIT_S", "PoolThread", "by_another_thread", "spread", "st
 
 _LOOKS = 3
 _FEWEST, _MOST = 16, 48  # of the steps of a call at which another one is made
-_RUN_S, _FEWEST_TURNS = 0.05, 4  # under an interpreter, a call takes long
+_MEETINGS_S = 0.05
+_AT_FULL_SPEED_S, _FEWEST_TURNS = 0.03, 4  # hundreds of calls; under an interpreter, a call takes long
 _GOLDEN = 0.618034  # multiples of it are spread evenly, however many there are
 _LOCKED_S = 0.2  # a call that waits so long waits for the one that is stopped
 WAIT_S = 30.0
@@ -127,7 +128,7 @@ class PoolThread:
             NonconformanceError: a byte is not what it must be.
         """
         ready.wait(WAIT_S)
-        end, turn = time.monotonic() + _RUN_S, 0
+        end, turn = time.monotonic() + _AT_FULL_SPEED_S, 0
         while turn < _FEWEST_TURNS or time.monotonic() < end:
             self.spoil()
             self.call()
@@ -145,7 +146,7 @@ class PoolThread:
         for _ in range(5):  # what comes once is behind both
             elsewhere.submit(other.call).result(WAIT_S)
             steps = steps_of(self.call)
-        end = time.monotonic() + _RUN_S
+        end = time.monotonic() + _MEETINGS_S
         for number in range(1, _MOST + 1):
             self.meet(other, spread(number, steps), functools.partial(by_another_thread, elsewhere))
             if number >= _FEWEST and time.monotonic() > end:

@@ -20,7 +20,8 @@ from kvdock_conformance.checking.target import HOST, Target
 
 __all__ = ["check_first_calls", "check_inside", "check_new_threads", "check_shared_pools"]
 
-_MEETINGS = 16  # steps of a call at which another one is made
+_MEETINGS = {"its own thread": 16, "a forked process": 8}
+"""At so many steps of a call another one is made, by whom; to fork takes as long as all else together."""
 _THREADS = 32  # of a round: five rounds are more than tables of 128 have room for
 _PER_THREAD = {"blocks of Python's memory": 1, "open files": 1, "threads": 1}
 
@@ -33,13 +34,13 @@ def check_inside(target: Target, data: Mapping[str, Any]) -> None:
     """
     _, _, (one, other) = threads_of(target, data)
     # torch itself refuses a forked process a device that is in use
-    made_by = MADE_BY[data["by"]] if target.device == HOST else MADE_BY["its own thread"]
+    by = data["by"] if target.device == HOST else "its own thread"
     for _ in range(5):
         other.call()
         steps = steps_of(one.call)
-    for number in range(1, _MEETINGS + 1):
+    for number in range(1, _MEETINGS[by] + 1):
         faulthandler.dump_traceback_later(WAIT_S, exit=True)  # one waits for the other for ever
-        one.meet(other, spread(number, steps), made_by)
+        one.meet(other, spread(number, steps), MADE_BY[by])
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -64,7 +65,9 @@ def check_first_calls(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the calls of a case, each by a thread of its own, at once and again and again; they write to other places of the same memory.
+    """Make the calls of a case, each by a thread of its own; they write to other places of the same memory.
+
+    First one in the middle of another, then all at once and again and again: only one of both where ``data["at_full_speed"]`` is given.
 
     Raises:
         NonconformanceError: a byte is not what it must be.
@@ -73,10 +76,12 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
     ready = threading.Barrier(len(threads))
     with ExitStack() as stack:
         pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in threads]
-        for (one, own), (other, elsewhere) in itertools.permutations(zip(threads, pools, strict=True), 2):
-            own.submit(one.in_the_middle, other, elsewhere).result()
-        for done in [pool.submit(thread.run, ready) for thread, pool in zip(threads, pools, strict=True)]:
-            done.result()
+        if not data.get("at_full_speed", False):
+            for (one, own), (other, elsewhere) in itertools.permutations(zip(threads, pools, strict=True), 2):
+                own.submit(one.in_the_middle, other, elsewhere).result()
+        if data.get("at_full_speed", True):
+            for done in [pool.submit(thread.run, ready) for thread, pool in zip(threads, pools, strict=True)]:
+                done.result()
     for call in data["calls"]:
         forgive(memory, expected, call)
     every = {f"{name} of thread {number}": spec for number, call in enumerate(data["calls"]) for name, spec in call["args"].items()}

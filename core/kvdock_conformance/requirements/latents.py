@@ -108,7 +108,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
     one = {"lead": (13,), "index_order": "one", "rows": "contiguous" if "gather" in area.op else "one token for all"}
     wide = attrs.evolve(area.base, num_blocks=80, block=16)
     far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
-    values = {"first": 1, "step": 1} if "gather" in area.op else None
+    whole = "nhd" if "gather" in area.op else "untouched memory"  # what is read is not all zeros
     thin = Geometry.even(1, 1, num_blocks=2**20 + 1, block=16, dtype="uint8")  # more than 2**24 slots
     return {
         "index": ([make(f"{index}, one slot for all", [5], index=index, **one) for index in ("int32", "int64")],),
@@ -116,8 +116,8 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         "rows": () if "gather" in area.op else (area.in_rows_and_batches(("values behind one token", "values of the first token")),),
         "parts": (
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
-            [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],
-            [make("behind 2**24 slots", [2**24 + 1, 16, 2**24 + 15], geometry=thin, pool="nhd" if values else "untouched memory")],
+            [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool=whole)],
+            [make("behind 2**24 slots", [2**24 + 1, 16, 2**24 + 15], geometry=thin, pool=whole)],
         ),
         "beyond": ([make("behind 1024 good ones", [*range(1024), 80 * 16], geometry=wide)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),

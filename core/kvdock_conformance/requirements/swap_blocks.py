@@ -21,6 +21,7 @@ from kvdock_conformance.checking.repeated import check_repeated
 from kvdock_conformance.requirement import Case, Check, Level
 from kvdock_conformance.requirements.families import INT32_MAX, NO_BLOCKS, Area, Cases, refusals
 from kvdock_conformance.requirements.latents import of_any_op
+from kvdock_conformance.requirements.threads import met
 
 __all__ = ["REQUIREMENTS", "ROLES"]
 
@@ -74,7 +75,7 @@ def _in_and_out() -> Iterable[Case]:
     """Return two calls with the pools exchanged, which read nothing that the other one writes."""
     drawing, out, back = Drawing(), Swap("", [(0, 1), (2, 3)]), Swap("", [(4, 5), (0, 1)])
     pools = out.pools(drawing)
-    yield Case("two calls", drawing.case(out.call(drawing, pools), back.call(drawing, pools[::-1])))
+    yield from met("two calls", drawing.case(out.call(drawing, pools), back.call(drawing, pools[::-1])))
 
 
 def _told() -> Iterable[tuple[str, str, Cases]]:
@@ -139,10 +140,7 @@ ROLES = " ".join(role for role, *_ in _told())
 REQUIREMENTS = [
     *of_any_op(AREA.op, DRAWN),
     *(
-        attrs.evolve(
-            AREA.require(number, f"When blocks are swapped, {text}.", cases, level=_LEVELS.get(role, Level.CORE), check=_CHECKS.get(role)),
-            alone=role == "in-and-out",
-        )
+        AREA.require(number, f"When blocks are swapped, {text}.", cases, level=_LEVELS.get(role, Level.CORE), check=_CHECKS.get(role))
         for number, (role, text, cases) in enumerate(_told(), 1)
     ),
 ]

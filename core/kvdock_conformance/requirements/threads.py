@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ from kvdock_conformance.checking.pools_shared import check_first_calls, check_in
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
-__all__ = ["AREA", "REQUIREMENTS"]
+__all__ = ["AREA", "REQUIREMENTS", "met"]
 
 AREA = "threads"
 Made = Callable[[Drawing, Any, OpCall], dict[str, Any]]
@@ -40,8 +40,7 @@ _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
 
 def _require(number: int, sentence: str, cases: Callable[[], Iterable[Case]], check: Check = check_shared_pools) -> Requirement:
-    # Threads at full speed meet where they have a processor each.
-    return Requirement(f"KVD-THREAD-{number:03}", sentence, AREA, check, cases, needs=SERVED, alone=check is check_shared_pools)
+    return Requirement(f"KVD-THREAD-{number:03}", sentence, AREA, check, cases, needs=SERVED)
 
 
 def _of(op: str, count: int, values: Sequence[int]) -> Made:
@@ -79,7 +78,14 @@ def _at_once(name: str, *threads: Made, fits: Callable[[Geometry], Geometry] = l
         drawing = Drawing()
         pools = attrs.evolve(like, op="paged_caching_").caches(drawing)
         if fits(like.geometry) == like.geometry:
-            yield Case(f"{name}, {text}", drawing.case(*(thread(drawing, pools, like) for thread in threads)), level)
+            yield from met(f"{name}, {text}", drawing.case(*(thread(drawing, pools, like) for thread in threads)), level)
+
+
+def met(name: str, data: Mapping[str, Any], level: Level = Level.CORE) -> Iterator[Case]:
+    """Yield calls of several threads as two cases: one in the middle of another, and all at full speed."""
+    yield Case(name, {**data, "at_full_speed": False}, level)
+    # Threads at full speed meet where they have a processor each.
+    yield Case(f"{name}, at full speed", {**data, "at_full_speed": True}, level, alone=True)
 
 
 def _other_blocks() -> Iterator[Case]:

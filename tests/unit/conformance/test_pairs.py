@@ -37,11 +37,18 @@ def test_two_factors_give_all_there_is() -> None:
     assert len(covering({"a": (1, 2), "b": (3, 4, 5)})) == 6
 
 
+def test_values_that_are_kept_apart_meet_nowhere_and_all_others_do() -> None:
+    found = covering(FACTORS, apart=[(("a", 4), ("c", True)), (("d", 0), ("b", "x"))])
+    for one, other in itertools.combinations(FACTORS, 2):
+        left = {("a", "c"): {(4, True)}, ("b", "d"): {("x", 0)}}.get((one, other), set())
+        assert {(made[one], made[other]) for made in found} == set(itertools.product(FACTORS[one], FACTORS[other])) - left
+
+
 @pytest.mark.parametrize("cases", first_of([slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates]))
 def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case | Extended]]) -> None:
     made = cases_at(Level.EXTENDED, cases())
     core = [case for case in made if case.level is Level.CORE]
-    assert 25 <= len(core) <= 345
+    assert 25 <= len(core) <= 350
     assert len({case.name for case in made}) == len(made)
 
 

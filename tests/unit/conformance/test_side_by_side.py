@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import attrs
@@ -80,6 +80,29 @@ def test_an_error_of_a_worker_is_raised(scripted: Scripted) -> None:
     twice = attrs.evolve(cases("passed", number=2, area="another"), cases=lambda: cases("passed").selected(Level.CORE) * 2)
     with together(scripted, 2) as sessions, pytest.raises(ValueError, match="more than once"):
         list(outcomes_of(sessions, [cases("passed"), twice], Level.CORE))
+
+
+class Watched(Turns):
+    """Turns that remember who had to be alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def turn(self, *, alone: bool) -> AbstractContextManager[None]:
+        self.asked.append(alone)
+        return super().turn(alone=alone)
+
+
+def test_a_case_may_have_to_be_alone_and_so_may_a_requirement(scripted: Scripted) -> None:
+    mixed = cases("passed", "passed", number=1)
+    first, second = mixed.selected(Level.CORE)
+    mixed = attrs.evolve(mixed, cases=lambda: [first, attrs.evolve(second, alone=True)])
+    with scripted.session() as session:
+        session._turns = watched = Watched()
+        session.requirement(mixed, Level.CORE)
+        session.requirement(cases("passed", "passed", number=2, alone=True), Level.CORE)
+    assert watched.asked == [False, True, True, True]
 
 
 def test_what_must_be_alone_waits_for_others_and_they_for_it() -> None:
