@@ -19,7 +19,7 @@ from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.side_by_side import outcomes_of
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 
-__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "ConformanceRun", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "ConformanceRun", "not_begun", "run"]
 
 EXIT_GREEN = 0
 EXIT_FAILED = 1
@@ -118,6 +118,12 @@ def run(
         outcomes = [found[item.id] if item.id in found else _not_run(item, plan.level, reason) for item in wanted]
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         return ConformanceRun(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
+
+
+def not_begun(plan: ConformancePlan) -> ConformanceRun:
+    """Return what comes of a plan that was interrupted before it was run."""
+    outcomes = [_not_run(item, plan.level, INTERRUPTED) for item in plan.selected()]
+    return ConformanceRun(plan, {}, outcomes, datetime.datetime.now(datetime.UTC), 0.0)
 
 
 def _why_not_open(session: Session, plan: ConformancePlan) -> str:

@@ -25,7 +25,7 @@ from kvdock_conformance.child import Child
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import ConformanceRun, run
+from kvdock_conformance.run import ConformanceRun, not_begun, run
 from kvdock_conformance.session import ConformancePlan
 from kvdock_conformance.verdict import Outcome
 
@@ -100,10 +100,13 @@ def command(
 
             plan = attrs.evolve(plan, level=Level.EXTENDED)
             check_fuzz(plan, fuzz_minutes)
-        if report is not None:
-            reports.prepare(report)  # before the run: it may be long
         with _terminated_as_interrupted():
-            found = certify(plan, with_faults=prove_it, children=children)
+            try:
+                if report is not None:
+                    reports.prepare(report)  # before the run: it may be long
+                found = certify(plan, with_faults=prove_it, children=children)
+            except KeyboardInterrupt:  # in the moment before the run, which takes those that come in it
+                found = not_begun(plan)
             if fuzz_minutes is not None and found.about:
                 found = _fuzzed(found, fuzz_minutes, seed)
     if not json_output:

@@ -57,6 +57,18 @@ def test_failures_of_a_strangers_backend_may_be_expected(tmp_path: Path) -> None
     assert "expected to fail, and passed: known (https://example.com)" in " ".join(done.stdout.split())
 
 
+def test_an_interrupt_in_the_moment_before_a_run_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object, **options: object) -> ConformanceRun:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conformance, "run", interrupted)
+    result = invoke("--backend", "reference", "--op", "threads", "--report", str(tmp_path))
+    assert result.exit_code == 3, result.output
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert {(item["verdict"], item["reason"]) for item in told["requirements"]} == {("not run", "interrupted")}
+    assert "incomplete: nothing is certified (" in result.output.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
