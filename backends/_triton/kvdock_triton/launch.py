@@ -116,13 +116,13 @@ def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
     return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False, **more})
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal, or a finalizer, may call in the middle of a call
 
 
 def _renew_lock() -> None:
     """Make a lock that nobody holds: the thread that was compiling is not in a forked child."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)
@@ -209,7 +209,7 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
     """Interpret the kernel on host memory. Its pointers are made by hand, from addresses."""
     if device.type != "cpu":  # a device's addresses would crash the process
         raise ValueError(f"TRITON_INTERPRET=1 interprets kernels on host memory, and this is {device}: unset it and start again")
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
     _make_bounds_work()
     types, constants = dict(spec.types), dict(spec.constants)
@@ -226,7 +226,9 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
             for name, type_name in types.items():
                 mine = [next(values) for _ in spelled([(name, type_name)])]
                 named[name] = interpreted_map(type_name, argument, mine) if is_map(type_name) else argument(type_name, *mine)
+            place = dict(interpreter_builder.__dict__)  # of the program in whose middle this call may be
             spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
+            interpreter_builder.__dict__.update(place)
 
     def as_they_are(address: int, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
         return (address, *sizes, *strides)
