@@ -111,9 +111,9 @@ class KernelSpec:
 
 def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
     """Compile for a target, on any machine. No float is contracted: results may not depend on what a release does by default."""
-    more = {} if spec.num_stages is None else {"num_stages": spec.num_stages}
-    more |= {"launch_pdl": True} if spec.early else {}
-    return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False, **more})
+    options = {"num_warps": spec.num_warps, "launch_pdl": spec.early, "enable_fp_fusion": False}  # a compiler takes what it knows
+    options |= {} if spec.num_stages is None else {"num_stages": spec.num_stages}
+    return triton.compile(spec.source(), target=target, options=options)
 
 
 _lock = threading.RLock()  # a signal, or a finalizer, may call in the middle of a call
@@ -170,9 +170,8 @@ def _compiled(spec: KernelSpec, device: torch.device) -> tuple[Any, Launch | Non
     """Compile for a device, which is current."""
     driver = triton.runtime.driver.active
     kernel = compile_for(spec, driver.get_current_target())
-    if direct.why_not() or not direct.fits(kernel, driver):
-        return kernel, None
-    return kernel, direct.build(kernel, spec.kernel, spec.types, device.index, spec.resident)
+    is_direct = not direct.why_not() and direct.fits(kernel, driver)
+    return kernel, direct.build(kernel, spec.kernel, spec.types, device.index, spec.resident) if is_direct else None
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
