@@ -12,6 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -314,11 +315,31 @@ def test_threads_share_what_is_compiled(driver: Driver, compilations: list[Any])
 
 def test_a_forked_child_is_not_locked_out() -> None:
     launch = importlib.import_module("kvdock_triton.launch")
-    with launch._lock, contextlib.ExitStack():
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with launch._lock:
+            is_held.set()
+            is_done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert is_held.wait(60)
         child = os.fork()
         if child == 0:
-            os._exit(1 if launch._lock.locked() else 0)
+            os._exit(0 if launch._lock.acquire(timeout=10) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        is_done.set()
+        holder.join()
+
+
+def test_a_call_in_the_middle_of_another_does_not_wait_for_itself() -> None:
+    launch = importlib.import_module("kvdock_triton.launch")
+    with launch._lock:
+        assert launch._lock.acquire(timeout=10), "a signal's handler would wait forever"
+        launch._lock.release()
 
 
 RELEASES = {
