@@ -287,9 +287,9 @@ class _PrepareRaises(OwnKernel):
         return self._inner.prepare(request)
 
 
-FAULTS.call(_GATHER, "error-keeps-a-lock", "A lock that a call has taken is kept when it raises.", "KVD-ERROR-014")(
-    functools.partial(lock_kept, _GATHER)
-)
+FAULTS.call(
+    _GATHER, "error-keeps-a-lock", "A lock that a call has taken is kept when it raises.", "KVD-ERROR-014", host_only=("KVD-ERROR-014",)
+)(functools.partial(lock_kept, _GATHER))
 
 
 @FAULTS.kernel(_STATIC, "error-leaves-a-kernel-busy", "A kernel of which one call has raised takes itself for busy.", "KVD-ERROR-014")

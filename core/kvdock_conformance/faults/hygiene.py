@@ -40,9 +40,9 @@ class _FreshSeed:
         return mock.patch.object(fresh, "SEEDED", list(self.lines))
 
 
-def _fresh(name: str, sentence: str, killer: str, *lines: str, only_host: bool = False) -> None:
+def _fresh(name: str, sentence: str, killer: str, *lines: str, only_host: bool = False, in_errors: bool = False) -> None:
     seed = HostSeed(_FreshSeed(lines)) if only_host else _FreshSeed(lines)
-    FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), seed))
+    FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), seed, host_only=(killer,) if in_errors else ()))
 
 
 _AT_IMPORT = (
@@ -156,7 +156,7 @@ _fresh(
     "def faulty_gather(k_cache, v_cache, slots, **settings):",
     "    return own_gather(k_cache, v_cache, slots if __debug__ else slots.clamp(max=7), **settings)",
     "kvdock.ops.gather_paged = faulty_gather",
-    only_host=True,
+    in_errors=True,
 )
 
 _fresh(
