@@ -309,7 +309,8 @@ NOTHING_THERE = {
 def test_every_fault_is_noticed_where_indices_out_of_range_are_skipped() -> None:
     with Session(ConformancePlan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
         proofs = [prove_one(skipping, made, EVERY) for made in FAULTS.values() if made.kind == "backend"]
-    assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == NOTHING_THERE
+    left = {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")}
+    assert left.items() <= NOTHING_THERE.items()  # memory that was there before may be found all the same
     reasons = {proof.fault.name for proof in proofs if proof.verdict == "not seeded"} - ELSEWHERE
     assert reasons == {made.name for made in FAULTS.values() if made.host_only and set(made.host_only) == set(made.killers)}
 
