@@ -32,7 +32,10 @@ def write_and_read(target: Target, memory: Memory, g: Geometry, slots: list[int]
     """Write tokens, and read them into outputs of the same layout; every byte compared with the reference."""
     pools, mapping = g.pools(memory, pool), memory.index(slots)
     check(target, memory, "paged_caching_", *pools, *g.tokens(memory, [len(slots)], source), mapping)
-    check(target, memory, "gather_paged", *pools, mapping, *g.tokens(memory, [len(slots)], source if "all" not in source else "contiguous"))
+    outs = g.tokens(memory, [len(slots)], source)
+    if any(0 in out.stride() for out in outs):  # several places of what is expanded have one memory, and cannot be written
+        outs = g.tokens(memory, [len(slots)], "contiguous")
+    check(target, memory, "gather_paged", *pools, mapping, *outs)
 
 
 def test_the_kernels_are_those_of_the_third_party(target: Target) -> None:
