@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -214,13 +215,14 @@ class Session:
             last: name of the case to end with; empty for all.
         """
         outcomes: list[CaseOutcome] = []
-        for case in _up_to(self._selected(requirement, level), last):
-            reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
-            if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
-                reason = "not run after a failure"
-            with self._turns.turn(alone=requirement.alone or case.alone):
-                left = CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason)
-                outcomes.append(left if reason else self._survived(requirement, case))
+        for is_alone, cases in _by_turns(requirement, _up_to(self._selected(requirement, level), last)):
+            with self._turns.turn(alone=is_alone):
+                for case in cases:
+                    reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
+                    if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
+                        reason = "not run after a failure"
+                    left = CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason)
+                    outcomes.append(left if reason else self._survived(requirement, case))
         self._patience.finish(requirement)
         return outcome_of(requirement, outcomes)
 
@@ -242,6 +244,12 @@ class Session:
         # Gone, for which the case is to blame.
         self._patience.count(requirement, dead=outcome.verdict is Verdict.FAILED and self._child is None, seconds=seconds)
         return outcome
+
+
+def _by_turns(requirement: Requirement, cases: Sequence[Case]) -> Iterator[tuple[bool, list[Case]]]:
+    """Yield the cases of each turn, and whether it is alone: those that must be alone in a row share one, since others wait for each."""
+    for is_alone, run in itertools.groupby(cases, lambda case: requirement.alone or case.alone):
+        yield from [(True, [*run])] if is_alone else ((False, [case]) for case in run)
 
 
 def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:
