@@ -249,7 +249,8 @@ class Session:
 def _by_turns(requirement: Requirement, cases: Sequence[Case]) -> Iterator[tuple[bool, list[Case]]]:
     """Yield the cases of each turn, and whether it is alone: those that must be alone in a row share one, since others wait for each."""
     for is_alone, run in itertools.groupby(cases, lambda case: requirement.alone or case.alone):
-        yield from [(True, [*run])] if is_alone else ((False, [case]) for case in run)
+        together = [*run]
+        yield from [(True, together)] if is_alone else ((False, [case]) for case in together)
 
 
 def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:

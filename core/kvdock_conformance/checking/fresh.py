@@ -53,7 +53,7 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import atexit, contextlib, ctypes, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re
+import atexit, contextlib, ctypes, functools, gc, importlib, itertools, json, locale, logging, multiprocessing, os, random, re
 import resource, signal, socket, subprocess, sys, tempfile, threading, time, types, warnings, zlib
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import locale
 import logging
 import os
@@ -51,7 +52,7 @@ class ProcessSettings:
         self.values, self.threads = self.now(), set(self.running())
         own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
         self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
-        self.parts = {name: [*before.values()] for name, before in self.code.items()}
+        self.parts = self._parts_of(self.code)
 
     @classmethod
     @functools.cache
@@ -107,8 +108,26 @@ class ProcessSettings:
     def now(cls) -> dict[str, Any]:
         """Return what is so now, by name."""
         found = {name: read() for name, (read, _) in cls.table().items()}
-        found |= {f"status of the thread: {name}": value for name, value in cls.status().items()}
-        return found | {f"environment variable {name}": value for name, value in os.environ.items()}
+        variables: dict[str, str] = cls.made_of("the environment", dict(vars(os.environ)["_data"]), cls.variables)
+        return found | cls.status() | variables
+
+    @staticmethod
+    @functools.cache
+    def made() -> dict[str, tuple[Any, Any]]:
+        """Return where `made_of` keeps what it was given last and what was made of it, by name."""
+        return {}
+
+    @classmethod
+    def made_of(cls, name: str, given: Any, make: Callable[..., Any]) -> Any:
+        """Return what is made of something: what was made of it last, where it is still the same, as it is behind nearly every case."""
+        if name not in cls.made() or cls.made()[name][0] != given:
+            cls.made()[name] = given, make(given)
+        return cls.made()[name][1]
+
+    @staticmethod
+    def variables(given: object) -> dict[str, str]:
+        """Return the variables of the environment by what they are called here."""
+        return {f"environment variable {name}": value for name, value in os.environ.items()}
 
     @classmethod
     def of_c(cls) -> dict[str, str | None]:
@@ -116,9 +135,16 @@ class ProcessSettings:
         place, lines = cls.environ(), list[bytes]()
         while place and (line := place[len(lines)]):
             lines.append(line)
-        shown = {b"%b=%b" % each for each in vars(os.environ)["_data"].items()}
+        found: dict[str, str | None] = cls.made_of("C's environment", (lines, dict(vars(os.environ)["_data"])), cls._of_lines)
+        return found
+
+    @staticmethod
+    def _of_lines(given: tuple[list[bytes], dict[bytes, bytes]]) -> dict[str, str | None]:
+        """Return what is otherwise in lines of C's environment; nothing where there are none."""
+        lines, own = given
+        shown = {b"%b=%b" % each for each in own.items()}
         other = {each.partition(b"=")[0] for each in shown.symmetric_difference(lines) if not each.startswith(b"__KMP_")}  # OpenMP's own
-        values = {name: os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in lines)} if other and place else {}
+        values = {name: os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in lines)} if other else {}
         return {os.fsdecode(name): values.get(name) for name in (other if values else ())}
 
     @staticmethod
@@ -161,13 +187,25 @@ class ProcessSettings:
     def status(cls) -> dict[str, Any]:
         """Return what the system tells of the settings of this thread and its process, by name; nothing where it does not."""
         try:
-            with open("/proc/thread-self/status", encoding="ascii", errors="replace") as file:
-                found: dict[str, Any] = dict(line.split(":", 1) for line in file if not line.startswith(cls.of_the_moment))
+            file = os.open("/proc/thread-self/status", os.O_RDONLY)
         except OSError:
             return {}
+        try:
+            lines = os.read(file, 1 << 16).decode("ascii", "replace").splitlines(keepends=True)
+        finally:
+            os.close(file)
+        lasting = [line for line in lines if not line.startswith(cls.of_the_moment)]
+        found: dict[str, Any] = cls.made_of("the status", lasting, cls._of_status)
+        return found
+
+    @classmethod
+    def _of_status(cls, lines: list[str]) -> dict[str, Any]:
+        """Return what lines of a thread's status say of its settings."""
+        found: dict[str, Any] = dict(line.split(":", 1) for line in lines)
         taken = sum(1 << number - 1 for number in cls.of_compilers)
         # Signals above these are those of the C library and of runtimes.
-        return found | {name: int(found[name], 16) % (1 << 31) & ~taken for name in ("SigBlk", "SigIgn", "SigCgt")}
+        found |= {name: int(found[name], 16) % (1 << 31) & ~taken for name in ("SigBlk", "SigIgn", "SigCgt")}
+        return {f"status of the thread: {name}": value for name, value in found.items()}
 
     @staticmethod
     def processors() -> set[int]:
@@ -187,6 +225,7 @@ class ProcessSettings:
                 signal.setitimer(number, 0)
 
     @staticmethod
+    @functools.cache
     def limits() -> list[int]:
         """Return the numbers of what the system limits."""
         return [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -205,6 +244,7 @@ class ProcessSettings:
             return "a folder that is gone"
 
     @staticmethod
+    @functools.cache
     def signals() -> list[signal.Signals]:
         """Return the signals that programs handle themselves; of the others, the status tells whether they are handled."""
         names = ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "ALRM", "TERM", "CHLD", "XCPU", "WINCH")
@@ -238,9 +278,10 @@ class ProcessSettings:
         was, now = self.values, self.now()
         names = [] if was == now else [name for name in {**was, **now} if self._differs(was, now, name)]
         found = [(name, self.told(was, name), self.told(now, name)) for name in names]
-        for module, before in self.code.items():
-            parts = vars(sys.modules[module]) if module in sys.modules else before
-            if not self._alike([*parts.values()], self.parts[module]):
+        spaces = {module: vars(sys.modules[module]) if module in sys.modules else before for module, before in self.code.items()}
+        for module, before in () if self._alike(self._parts_of(spaces), self.parts) else self.code.items():
+            parts = spaces[module]
+            if not self._alike([*parts.values()], [*before.values()]):
                 self.modules = 0  # to be looked at anew, with what is there now
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
@@ -252,6 +293,11 @@ class ProcessSettings:
     @staticmethod
     def _differs(was: dict[str, Any], now: dict[str, Any], name: str) -> bool:
         return name not in was or name not in now or bool(was[name] != now[name])
+
+    @staticmethod
+    def _parts_of(spaces: dict[str, dict[str, Any]]) -> list[Any]:
+        """Return what all modules hold, in one list, to be compared at once."""
+        return [*itertools.chain.from_iterable(map(dict.values, spaces.values()))]
 
     @staticmethod
     def _alike(parts: list[Any], before: list[Any]) -> bool:
@@ -290,9 +336,17 @@ class ProcessSettings:
             else:
                 del os.environ[variable]
 
+    @classmethod
+    def _numbers(cls) -> tuple[Any, ...]:
+        """Return the state of numpy's random numbers, which takes it long to tell: asked anew where its bytes are others."""
+        own = vars(np.random)["get_bit_generator"]()  # public, which its types do not say
+        is_usual = isinstance(own, np.random.MT19937)  # 624 numbers of 32 bits, and which of them is next
+        found: tuple[Any, ...] = cls.made_of("numpy", ctypes.string_at(own.ctypes.state_address, 2500) if is_usual else object(), cls._told)
+        return found
+
     @staticmethod
-    def _numbers() -> tuple[Any, ...]:
-        """Return the state of numpy's random numbers."""
+    def _told(given: object) -> tuple[Any, ...]:
+        """Return the state of numpy's random numbers as it tells it."""
         name, state, *others = np.random.get_state()
         return (name, np.asarray(state).tobytes(), *others)
 

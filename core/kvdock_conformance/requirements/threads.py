@@ -41,9 +41,7 @@ _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
 def _require(number: int, sentence: str, cases: Callable[[], Iterable[Case]], check: Check = check_shared_pools) -> Requirement:
     # Those that must be alone come last, in a row: what runs beside waits once.
-    return Requirement(
-        f"KVD-THREAD-{number:03}", sentence, AREA, check, lambda: sorted(cases(), key=lambda case: case.alone), needs=SERVED
-    )
+    return Requirement(f"KVD-THREAD-{number:03}", sentence, AREA, check, lambda: sorted(cases(), key=lambda case: case.alone), needs=SERVED)
 
 
 def _of(op: str, count: int, values: Sequence[int]) -> Made:
