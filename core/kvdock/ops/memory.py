@@ -40,8 +40,8 @@ def unlike_memory(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
     What is harmless is listed, rather than what is not: torch gets new kinds of tensors.
     """
     keys, plain = torch._C._dispatch_keys(tensor), _plain_keys(tensor.device.type)
-    if (keys | plain).raw_repr() != plain.raw_repr():
-        names = [key for key in re.findall(r"\w+", str(keys)) if key not in str(plain)]
+    if keys.raw_repr() & ~plain:
+        names = [key for key in re.findall(r"\w+", str(keys)) if key not in str(torch._C.DispatchKeySet.from_raw_repr(plain))]
         fixes = (fix for start, fix in _FIXES.items() if any(key.startswith(start) for key in names))
         fix = "{0}.to_local()" if hasattr(tensor, "to_local") else next(fixes, "pass a plain tensor with the same elements")
     elif type(tensor) not in _PLAIN_TYPES:
@@ -53,14 +53,14 @@ def unlike_memory(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 @functools.cache
-def _plain_keys(device_type: str) -> torch._C.DispatchKeySet:
-    """Return the dispatch keys of memory: those that compute on the device, record gradients, and choose a dtype."""
+def _plain_keys(device_type: str) -> int:
+    """Return the dispatch keys of memory, as bits: those that compute on the device, record gradients, and choose a dtype."""
     backend = torch._C._dispatch_key_for_device(device_type)
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(backend))
     for key in ("ADInplaceOrView", "AutogradOther", f"Autograd{backend}", f"Autocast{backend}"):
         with contextlib.suppress(RuntimeError):  # there are devices that some are missing for
             keys |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
-    return keys
+    return keys.raw_repr()
 
 
 def refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:

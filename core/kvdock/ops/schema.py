@@ -189,7 +189,7 @@ class OpSchema:
                 f"OpSchema {self.name}: {late[0]}", expected="optional, since it came later than the op", got="required"
             )
 
-    @property
+    @functools.cached_property
     def placing(self) -> tuple[str, ...]:
         """Names of the tensors that say where the op runs: the first of them, or of pools that may be on the host the first elsewhere."""
         always = [arg for arg in self.args if arg.is_tensor and not arg.optional and not arg.returned and not arg.host]
@@ -204,22 +204,22 @@ class OpSchema:
         """Return the places of the arguments that a version of the contract has."""
         return tuple(place for place, arg in enumerate(self.args) if arg.since <= version)
 
-    @property
+    @functools.cached_property
     def arg_names(self) -> tuple[str, ...]:
         """Names of the arguments, in order."""
         return tuple(arg.name for arg in self.args)
 
     def arg(self, name: str) -> Arg:
         """Return an argument by name."""
-        return next(arg for arg in self.args if arg.name == name)
+        return self.args[self.arg_names.index(name)]
 
-    @property
+    @functools.cached_property
     def static_args(self) -> tuple[Arg, ...]:
         """Tensor arguments without any run-time size: pools. Their whole geometry is in the key."""
         tensors = [arg for arg in self.args if arg.role in (Role.TENSOR, Role.MUTATED) and not arg.optional]
         return tuple(arg for arg in tensors if not any(dim.runtime for dims in arg.shapes() for dim in dims))
 
-    @property
+    @functools.cached_property
     def mutated(self) -> tuple[Arg, ...]:
         """Arguments that are written."""
         return tuple(a for a in self.args if a.role is Role.MUTATED)
