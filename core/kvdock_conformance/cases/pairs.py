@@ -24,8 +24,6 @@ Factors = Mapping[str, Sequence[Any]]
 Combination = dict[str, Any]
 Value = tuple[str, Any]
 """A factor, and one of its values."""
-Bits = dict[Value, int]
-"""By a value of a factor: its bit, or those of the values of others with which it is still to occur."""
 
 _TRIES = 20
 _REPEATS = 5  # so many calls that differ in addresses and values of indices alone, and are remembered by then
@@ -233,45 +231,61 @@ def covering(factors: Factors, seed: int = 0, apart: Collection[tuple[Value, Val
 @functools.cache
 def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int, apart: frozenset[tuple[Value, Value]]) -> list[Combination]:
     """Return the combinations; kept, because two ops ask for the same ones."""
-    factors = {name: [(name, value) for value in values] for name, values in named}
+    values = [(name, value) for name, each in named for value in each]
+    ends = itertools.accumulate(len(each) for _, each in named)
+    factors = [range(end - len(each), end) for end, (_, each) in zip(ends, named, strict=True)]  # places in that list, which are bits too
+    where = {value: place for place, value in enumerate(values)}
     choose = random.Random(seed)  # noqa: S311 - the same in every run
-    bits = {each: 1 << at for at, each in enumerate(itertools.chain(*factors.values()))}
-    never = {each: sum(bits[other] for other in bits if {(each, other), (other, each)} & apart) for each in bits}
-    partners = {each: sum(bits[other] for other in bits if other[0] != each[0]) & ~never[each] for each in bits}
+    never = [0] * len(values)
+    for one, other in apart:
+        if one in where and other in where:
+            never[where[one]] |= 1 << where[other]
+            never[where[other]] |= 1 << where[one]
+    partners = [sum(1 << other for other, (name, _) in enumerate(values) if name != own) & ~never[at] for at, (own, _) in enumerate(values)]
     found: list[Combination] = []
-    for first, second in itertools.chain(*(itertools.product(factors[a], factors[b]) for a, b in itertools.combinations(factors, 2))):
-        if partners[first] & bits[second]:
-            tried = [_settled(factors, bits, partners, never, (first, second), choose) for _ in range(_TRIES)]
-            best, every = max(tried, key=lambda made: sum((partners[each] & made[1]).bit_count() for each in made[0]))
-            for each in best:
-                partners[each] &= ~every
-            found.append(dict(best))
+    for (a, own), (b, others) in itertools.combinations(enumerate(factors), 2):
+        left = [at for at in range(len(factors)) if at not in (a, b)]
+        for first, second in itertools.product(own, others):
+            if partners[first] >> second & 1:
+                tried = [_settled(factors, left, partners, never, (first, second), choose) for _ in range(_TRIES)]
+                best, every = max(tried, key=lambda made: sum((partners[each] & made[1]).bit_count() for each in made[0]))
+                for each in best:
+                    partners[each] &= ~every
+                found.append(dict(values[each] for each in best))
     return found
 
 
 def _settled(
-    factors: Mapping[str, list[Value]], bits: Bits, partners: Bits, never: Bits, start: tuple[Value, Value], choose: random.Random
-) -> tuple[list[Value], int]:
+    factors: Sequence[Sequence[int]],
+    left: Sequence[int],
+    partners: Sequence[int],
+    never: Sequence[int],
+    start: tuple[int, int],
+    choose: random.Random,
+) -> tuple[list[int], int]:
     """Return a combination with a pair that is missing, and with as many others as a greedy choice finds; and its bits."""
-    made, every = [*start], bits[start[0]] | bits[start[1]]
-    names = [name for name in factors if name not in (start[0][0], start[1][0])]
-    for factor in [*_shuffled(names, choose)]:
-        fits = (each for each in _shuffled(factors[factor], choose) if not never[each] & every)
-        best = max(fits, key=lambda each: (partners[each] & every).bit_count())
+    made, every = [*start], 1 << start[0] | 1 << start[1]
+    for factor in _shuffled(left, choose):
+        best = most = -1
+        for each in _shuffled(factors[factor], choose):
+            met = -1 if never[each] & every else (partners[each] & every).bit_count()
+            if met > most:
+                best, most = each, met
         made.append(best)
-        every |= bits[best]
+        every |= 1 << best
     return made, every
 
 
-def _shuffled(values: Sequence[Any], choose: random.Random) -> Iterator[Any]:
-    """Yield values in the order that ``choose.sample`` gives: a third of all drawing is done here, and that asks much of its arguments."""
-    left, draw = [*values], choose.getrandbits
+def _shuffled(values: Sequence[int], choose: random.Random) -> list[int]:
+    """Return values in the order that ``choose.sample`` gives: a third of all drawing is done here, and that asks much of its arguments."""
+    left, found, draw = [*values], [], choose.getrandbits
     for count in range(len(left), 0, -1):
         at = draw(bits := count.bit_length())
         while at >= count:
             at = draw(bits)
-        yield left[at]
+        found.append(left[at])
         left[at] = left[count - 1]
+    return found
 
 
 def _repeated(*counts: int) -> Apart:
