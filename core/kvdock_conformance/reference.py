@@ -271,13 +271,13 @@ def mla_caching_(kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor,
     """
     skipped: list[Place] = []
     cache, latents, rotary, capacity = _bits(kv_cache), _bits(kv_c), _bits(k_pe), _capacity(kv_cache)
+    rank = kv_c.shape[-1]
     for place, slot in _values(slot_mapping):
         if slot >= capacity:
             skipped.append(place)
         elif slot >= 0:
             row = cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 0]
-            for element, value in enumerate([*latents[place], *rotary[place]]):
-                row[element] = value
+            row[:rank], row[rank:] = latents[place], rotary[place]
     return skipped
 
 
@@ -299,13 +299,8 @@ def mla_gather(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_c_out: tor
     for place, slot in _values(slot_mapping):
         if slot >= capacity:
             beyond.append(place)
-        for element in range(kv_cache.shape[3]):
-            is_inside = 0 <= slot < capacity
-            value = cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 0, element] if is_inside else 0
-            if element < rank:
-                latents[(*place, element)] = value
-            else:
-                rotary[(*place, element - rank)] = value
+        row = cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 0] if 0 <= slot < capacity else None
+        latents[place], rotary[place] = (0, 0) if row is None else (row[:rank], row[rank:])
     return beyond
 
 

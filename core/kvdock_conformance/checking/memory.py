@@ -112,7 +112,7 @@ def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarra
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
         given = np.array(values, np.int64)
-        return given if len(given) == count else np.resize(given, count)
+        return given if len(given) == count else np.tile(given, -(-count // len(given)))[:count]
     if "first" in values:  # of millions, new pages take longer to get than to fill: small ones, and no more than once
         first, step = values["first"], values["step"]
         is_small = max(abs(first), count, abs(first + step * count)) < 2**31
@@ -177,7 +177,13 @@ def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str
 
 def _equal(got: torch.Tensor, right: torch.Tensor) -> bool:
     """Compare bytes in host memory by C's own function: torch takes four times as long for eight at a time."""
-    return bool(ctypes.pythonapi.memcmp(*(ctypes.c_void_p(side.data_ptr()) for side in (got, right)), ctypes.c_size_t(len(got))) == 0)
+    return bool(_memcmp()(got.data_ptr(), right.data_ptr(), got.numel()) == 0)
+
+
+@functools.cache
+def _memcmp() -> Any:
+    """Return C's own function, with what it takes."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memcmp", ctypes.pythonapi))
 
 
 def _difference(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:
