@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,14 +14,13 @@ from kvdock_conformance.child import COMMAND, Child, ChildEndedError
 from kvdock_conformance.expected import Expected
 from kvdock_conformance.patience import INTERRUPTED, Patience
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
-from kvdock_conformance.turns import Turns
+from kvdock_conformance.turns import Turns, by_turns
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
 __all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
 _DRAWING_S = 60.0
-_CHILD = "the process that runs the case"
 _SPOILT = "The device is of no more use to this process, and the next case gets a new one"
 _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more would only take time
 
@@ -215,7 +213,7 @@ class Session:
             last: name of the case to end with; empty for all.
         """
         outcomes: list[CaseOutcome] = []
-        for is_alone, cases in _by_turns(requirement, _up_to(self._selected(requirement, level), last)):
+        for is_alone, cases in by_turns(requirement, _up_to(self._selected(requirement, level), last)):
             with self._turns.turn(alone=is_alone):
                 for case in cases:
                     reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
@@ -238,19 +236,12 @@ class Session:
         try:
             outcome = self.case(requirement, case)
         except ChildEndedError as error:
-            failure = {"what": _CHILD, "expected": "an answer", "got": error.how, "details": error.output}
+            failure = {"what": "the process that runs the case", "expected": "an answer", "got": error.how, "details": error.output}
             seconds = time.monotonic() - begin
             outcome = CaseOutcome(case.name, Verdict.FAILED, case.data, failure, seconds=seconds)
         # Gone, for which the case is to blame.
         self._patience.count(requirement, dead=outcome.verdict is Verdict.FAILED and self._child is None, seconds=seconds)
         return outcome
-
-
-def _by_turns(requirement: Requirement, cases: Sequence[Case]) -> Iterator[tuple[bool, list[Case]]]:
-    """Yield the cases of each turn, and whether it is alone: those that must be alone in a row share one, since others wait for each."""
-    for is_alone, run in itertools.groupby(cases, lambda case: requirement.alone or case.alone):
-        together = [*run]
-        yield from [(True, together)] if is_alone else ((False, [case]) for case in together)
 
 
 def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:

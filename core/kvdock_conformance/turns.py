@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-__all__ = ["Turns"]
+from kvdock_conformance.requirement import Case, Requirement
+
+__all__ = ["Turns", "by_turns"]
 
 
 class Turns:
@@ -30,3 +33,10 @@ class Turns:
             with self._changed:
                 self._running, self._is_alone = self._running - 1, False
                 self._changed.notify_all()
+
+
+def by_turns(requirement: Requirement, cases: Sequence[Case]) -> Iterator[tuple[bool, list[Case]]]:
+    """Yield the cases of each turn, and whether it is alone: those in a row that must be alone share one, since others wait for each."""
+    for is_alone, run in itertools.groupby(cases, lambda case: requirement.alone or case.alone):
+        together = [*run]
+        yield from [(True, together)] if is_alone else ((False, [case]) for case in together)
