@@ -130,12 +130,15 @@ def _weigh(scores, highest, total, start, seen, C: gl.constexpr, MASKED: gl.cons
     """Return the weights of a tile of keys, by what those before fade, the highest logit and the sum of weights."""
     scores = bend(scores, C.SCALE, C.SOFTCAP)
     if MASKED:
-        first_seen, last_seen, places = seen
+        first_seen, last_seen, places, table, table_column, num_blocks, end, is_outside = seen
         key = (start + places)[None, :]
         shown = key <= last_seen[:, None]
         if C.STARTS or C.WINDOW > 0:
             shown = shown & (key >= first_seen[:, None])
         scores = gl.where(shown, scores, float("-inf"))
+        if is_outside:  # keys of blocks outside of the pool are zeros, instead of nothing
+            ids = gl.load(table + (start + places) // C.BLOCK_SIZE * table_column, mask=start + places < end, other=0)
+            scores = gl.where(((ids >= 0) & (ids < num_blocks))[None, :], scores, float("-inf"))
     before = highest
     highest = gl.maximum(before, peak_of(scores, C.SCALE, C.SOFTCAP))
     level = gl.where(highest == float("-inf"), 0.0, highest)  # of -inf and -inf there is no difference
@@ -187,7 +190,11 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
         last_seen = gl.minimum(last_seen, position)
     if C.WINDOW > 0:
         first_seen = gl.maximum(first_seen, position - C.WINDOW + 1)
-    seen = (first_seen, last_seen, gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout)))
+    places = gl.arange(0, C.KEYS, gl.SliceLayout(0, scores_layout))
+    columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
+    last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
+    is_outside = count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns) > 0
+    seen = (first_seen, last_seen, places, table, table_column, num_blocks, end, is_outside)
     highest, total = _begin_rows(sinks, used, head, is_head, C)
     found = gl.zeros([C.ROWS, C.V_WIDE], gl.float32, found_layout)
 
@@ -202,10 +209,8 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
         masked = gl.minimum(gl.maximum(number - gl.maximum(common - base, 0) // C.KEYS, 1) + 1, number)
         if C.STARTS:
             whole = gl.maximum(number - (begin > base).to(gl.int32), masked)
-    # Keys of blocks outside of the pool are zeros here, instead of nothing.
-    columns = gl.arange(0, _COLUMNS, _COLUMNS_LAYOUT)
-    last_column = (end + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
-    is_spoilt = count_outside(table, table_column, begin // C.BLOCK_SIZE, last_column, num_blocks, columns) > 0
+        masked = gl.where(is_outside, number, masked)
+        whole = gl.where(is_outside, number, whole)
     mbarrier.wait(bars[0].index(0), 0)
     nothing = gl.zeros([C.ROWS, C.KEYS], gl.float32, scores_layout)
     scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -216,7 +221,7 @@ def _attend(group: gl.constexpr, inputs, tile, span, splits, outputs, queries, k
     for i in range(1, masked):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, True)
     # 0 times what is no number is not 0: rows that do not see it are to be found without.
-    is_spoilt |= gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
+    is_spoilt = gl.max(gl.max((found != found).to(gl.int32), 1), 0) > 0
     for i in range(masked, whole):
         weights, found, highest, total = _step(i, span, mine, keys, values, bars, weights, found, highest, total, seen, nothing, C, False)
     if C.STARTS and C.WINDOW == 0:
