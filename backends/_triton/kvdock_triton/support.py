@@ -93,7 +93,7 @@ def ceil_div(number: int, by: int) -> int:
 
 def ceil_div_source(number: str, by: int) -> str:
     """Write the same for an expression."""
-    return number if by == 1 else f"-(-{number} // {by})"
+    return number if by == 1 else f"({number} + {by - 1}) // {by}"
 
 
 _UNLIKE = 8

@@ -35,7 +35,7 @@ class BoundOp:
 
     def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None, written: Sequence[int]) -> None:
         self._function, self._pools, self.own_name, self._written = function, pools, own_name, written
-        self.recent = Recent(own_name)
+        self.recent = Recent(own_name, is_bound=True)
         ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
         targets = [ranges[place] for place in written]
         low, high = (min(at for at, _ in targets), max(end for _, end in targets)) if targets else (0, 0)

@@ -19,18 +19,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guard", "Sizes", "guard_in_python", "make_guard", "never"]
+__all__ = ["Guard", "Sizes", "guard_in_python", "make_guard"]
 
 Guard = Callable[..., bool]
 """Whether tensors are like those that it was made of. Raises TypeError, or returns False, for what is no tensor."""
 
 Sizes = Sequence[Sequence[int | None]]
 """Sizes or strides of each tensor; None where any will do."""
-
-
-def never(*values: Any) -> bool:
-    """Accept nothing."""
-    return False
 
 
 def make_guard(tensors: Sequence[torch.Tensor], sizes: Sizes, strides: Sizes) -> Guard:

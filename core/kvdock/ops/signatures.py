@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.guarded import raise_memory
 from kvdock.ops.calls.variant import Variant
 from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, extent
-from kvdock.ops.guards import Guard, make_guard, never
+from kvdock.ops.guards import Guard, make_guard
 from kvdock.ops.memory import alignment_class, full_alignment
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
 
@@ -61,11 +61,10 @@ class Pools:
         guard: accepts pools of this geometry.
         extents: bytes that each pool spans.
         places: by the address of the first pool, what `place` returned.
-        output_sizes: static sizes of outputs that are returned.
         apart: names of two written pools and differences of their addresses at which they lie interleaved, without sharing a byte.
     """
 
-    __slots__ = ("_names", "_written", "apart", "epoch", "extents", "generation", "guard", "output_sizes", "places")
+    __slots__ = ("_names", "_written", "apart", "epoch", "extents", "generation", "guard", "places")
 
     def __init__(self, schema: OpSchema, args: dict[str, Any], epoch: int, generation: int) -> None:
         tensors = [args[arg.name] for arg in schema.static_args]
@@ -77,10 +76,6 @@ class Pools:
         self.apart: set[tuple[str, str, int]] = set()
         self.places: dict[int, tuple[int, ...]] = {}
         self.note_apart(args)
-        sizes = known_sizes(schema, args)
-        pool_words = {word for arg in schema.static_args for word in arg.dims[0].split()}
-        words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split()]
-        self.output_sizes = tuple(sizes[word] for word in words if word in pool_words)
 
     def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
         """Return address and end of each pool, the range of all that are written, and whether they are plain.
@@ -108,18 +103,21 @@ class FastCall:
     """What is settled of calls with one pattern of strides.
 
     Args:
-        parts: what a call unpacks: guard, number of the variant, entry, cache, static values, launch (see
-            `kvdock.interface.Descriptor.fix`), and numbers.
+        guard: accepts the tensors of a call but outputs that it may make.
+        bound_guard: the same for a call of a `BoundOp`, without pools.
+        entry: where the plan is.
+        launch: see `kvdock.interface.Descriptor.fix`.
+        others: cache, number of the variant, static values, numbers, and a guard of outputs that are given.
+
+    Attributes:
+        parts: what a call unpacks; ``bound_parts`` for a call of a `BoundOp`.
     """
 
-    __slots__ = ("entry", "launch", "parts")
+    __slots__ = ("bound_parts", "entry", "launch", "parts")
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-        _, _, self.entry, _, _, self.launch, _ = parts
-
-
-_NOTHING: tuple[Any, ...] = (-1, -1, never, None, ())
+    def __init__(self, guard: Guard, bound_guard: Guard, entry: Entry, launch: Callable[..., None] | None, *others: Any) -> None:
+        self.entry, self.launch = entry, launch
+        self.parts, self.bound_parts = (guard, entry, launch, *others), (bound_guard, entry, launch, *others)
 
 
 class Recent(threading.local):
@@ -127,34 +125,32 @@ class Recent(threading.local):
 
     Args:
         own_name: the backend that a bound op uses for good, if any.
+        is_bound: whether it is of a bound op.
 
     Attributes:
-        state0: what a call unpacks: epoch, generation, guard of the pools, the `Pools`, and the fast calls to try.
+        state0: what a call unpacks: epoch, generation, the `Pools`, and the fast calls to try.
         signature0: the signature to try.
         pools, signatures: all that the thread knows of the op.
     """
 
-    __slots__ = ("own_name",)  # the same for all threads, and there even where a signal handler looks into what is being made
-    state0: tuple[Any, ...] = _NOTHING
-    state1: tuple[Any, ...] = _NOTHING
+    __slots__ = ("is_bound", "own_name")  # the same for all threads, and there even where a signal handler looks into what is being made
+    state0: tuple[Any, ...] = (-1, -1, None, ())
+    state1: tuple[Any, ...] = (-1, -1, None, ())
     signature0: Signature | None = None
     signature1: Signature | None = None
     pools: Sequence[Pools] = ()
     signatures: Sequence[Signature] = ()
     _late = 0
 
-    def __init__(self, own_name: str | None = None) -> None:
-        self.own_name = own_name
+    def __init__(self, own_name: str | None = None, *, is_bound: bool = False) -> None:
+        self.own_name, self.is_bound = own_name, is_bound
 
     def use(self, group: int, signature: Signature) -> None:
         """Try a signature first from now on, and its pools."""
-        pools, state = signature.pools, self.state1 if group else self.state0
-        if state[3] is not pools:
-            state = (pools.epoch, pools.generation, pools.guard, pools, ())
-        if group:
-            self.state1, self.signature1 = state, signature
-        else:
-            self.state0, self.signature0 = state, signature
+        setattr(self, f"signature{group}", signature)
+        pools = signature.pools
+        if getattr(self, f"state{group}")[2] is not pools:
+            setattr(self, f"state{group}", (pools.epoch, pools.generation, pools, ()))
 
     def adopt(self, group: int, fast: FastCall) -> None:
         """Try a fast call first from now on: the first time that it is found by reading strides, the second, the fourth, ..."""
@@ -163,23 +159,19 @@ class Recent(threading.local):
             counts.clear()
         counts[fast] = found = counts.get(fast, 0) + 1
         if not found & (found - 1):
-            self._put_first(group, fast.parts)
+            self._put_first(group, fast.bound_parts if self.is_bound else fast.parts)
 
     def promote(self, group: int, guard: Guard) -> None:
         """Count that a fast call was tried in vain before this one, and try this one first the 64th time: it may be what goes on now."""
         self._late += 1
         if not self._late % 64:
-            fasts = (self.state1 if group else self.state0)[4]
+            *_, fasts = getattr(self, f"state{group}")
             self._put_first(group, next(parts for parts in fasts if parts[0] is guard))
 
     def _put_first(self, group: int, first: tuple[Any, ...]) -> None:
-        *head, fasts = self.state1 if group else self.state0
+        *head, fasts = getattr(self, f"state{group}")
         others = [parts for parts in fasts if parts is not first]
-        state = (*head, (first, *others[: MOST_TRIED - 1]))
-        if group:
-            self.state1 = state
-        else:
-            self.state0 = state
+        setattr(self, f"state{group}", (*head, (first, *others[: MOST_TRIED - 1])))
 
 
 class Signature:
@@ -237,21 +229,33 @@ class Signature:
         return count >= FIRST_WORTH and not count & (count - 1)
 
     def settle(
-        self, schema: OpSchema, entry: Entry, strides: tuple[int, ...], numbers: tuple[int, ...], values: tuple[Any, ...]
+        self, schema: OpSchema, entry: Entry, pattern: tuple[int, ...], numbers: tuple[int, ...], values: tuple[Any, ...]
     ) -> FastCall | None:
         """Make the `FastCall` of a call that has just been checked, if that says enough about the same strides at other sizes.
 
-        Strides are all but the pools', and numbers what the code in `kvdock.ops.calls` makes of them.
+        The pattern is all strides but the pools', and numbers what the code in `kvdock.ops.calls` makes of them.
         """
         plan, args = entry.value, schema.bind(values)
         outputs = {arg.name for arg in schema.mutated}
-        settled = [_settled(dims, args[name], is_output=name in outputs) for name, dims in self._dims.items()]
-        if plan is None or None in settled:
+        settled = {name: _settled(dims, args[name], is_output=name in outputs) for name, dims in self._dims.items()}
+        if plan is None or None in settled.values():
             return None
-        fixed_sizes, fixed_strides = zip(*filter(None, settled), strict=True) if settled else ((), ())
-        guard = make_guard([args[name] for name in self._dims], fixed_sizes, fixed_strides)
-        fast = FastCall((guard, self.variant, entry, self.cache, self.key[2], plan.fix(values), numbers))
-        self.fast[strides] = fast
+        sizes, strides = ({name: each[place] for name, each in settled.items() if each} for place in (0, 1))
+        # An output that is made is guarded by what its sizes are made of.
+        kept = {d.name: n for name in outputs & {*sizes} for d, n in zip(self._dims[name], sizes[name], strict=True) if n is not None}
+        for name, dims in self._dims.items():
+            sizes[name] = [kept.get(d.name, n) if n is None else n for d, n in zip(dims, sizes[name], strict=True)]
+        pools = [arg.name for arg in schema.static_args]
+        sizes |= {name: args[name].shape for name in pools}
+        strides |= {name: args[name].stride() for name in pools}
+        returned = [arg.name for arg in schema.args if arg.returned]
+        given = [name for name in self._dims if name not in returned]
+
+        def guard_of(names: list[str]) -> Guard:
+            return make_guard([args[name] for name in names], [sizes[name] for name in names], [strides[name] for name in names])
+
+        others = self.cache, self.variant, self.key[2], numbers, guard_of(returned) if returned else None
+        fast = self.fast[pattern] = FastCall(guard_of([*pools, *given]), guard_of(given), entry, plan.fix(values), *others)
         return fast
 
 

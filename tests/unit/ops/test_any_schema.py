@@ -376,7 +376,7 @@ def test_the_code_keeps_its_names_to_itself(schema: OpSchema) -> None:
     words = {dim.name for arg in schema.args for dims in arg.shapes() for dim in dims}
     tree = ast.parse(writer.source_of(schema))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    words |= {f"{word}_least" for word in words}
+    words |= {f"{word}_{what}" for word in words for what in ("least", "reach")}
     of_args = {name for name in names for arg in schema.arg_names if name.startswith(f"{arg}_")}
     assert names - words - of_args - {*schema.arg_names, "__all__"} <= writer._OWN_NAMES
 

@@ -63,6 +63,21 @@ def test_an_output_that_folds_onto_itself_as_it_grows_is_refused(target: Target)
 
 
 @each_target
+@pytest.mark.parametrize("batch", [1, 3])
+def test_outputs_that_are_made_have_strides_that_follow_the_count(target: Target, batch: int) -> None:
+    """Slots out of a wider table keep their strides as a step takes more of its columns; new outputs of several rows do not."""
+    memory = Memory(target.device)
+    pools, table = G.pools(memory), memory.index(torch.randint(-1, 24, (batch, 12), generator=torch.Generator().manual_seed(3)).tolist())
+    for count in (3, 5, 12, 1, 4):
+        slots = table[:, :count]
+        for _ in range(2 * REPEATS):
+            for pool, rows in zip(pools, kvdock.ops.gather_paged(*pools, slots), strict=True):
+                expected = torch.where(slots[..., None, None] < 0, 0, pool.flatten(0, 1)[slots.clamp(min=0)])
+                assert rows.is_contiguous()
+                assert torch.equal(bits_of(rows), bits_of(expected))
+
+
+@each_target
 @pytest.mark.parametrize("step", [17, 18, 20, 16])
 def test_one_row_with_an_odd_step_and_then_more(target: Target, step: int) -> None:
     """The stride of one row says nothing, and counts as soon as there are two."""
@@ -136,6 +151,42 @@ def test_tensors_that_are_more_than_their_bytes(target: Target, kind: str) -> No
             assert not pools[1].any()
 
 
+class Settling(CallKernel):
+    """A kernel of `gather_paged` that notes, for each launch with settled strides, those of ``k_out`` and the sizes of the slots."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *args: None)
+        self.launched: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
+        descriptor = _Fixing(self._call)
+        descriptor.launch_for = lambda *args: lambda *numbers: self.launched.append((args[-2].stride(), numbers[5:]))
+        return descriptor
+
+
+class _Fixing(CallDescriptor):
+    uses_autograd = False
+    launch_for: Callable[..., Callable[..., None]]
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        return self.launch_for(*args)
+
+
+def test_a_launch_is_settled_for_outputs_with_the_strides_of_those_that_are_made() -> None:
+    memory, kernel = Memory(), Settling()
+    pools, table = G.pools(memory), memory.index([[1] * 12] * 3)
+    with active(runtime_of(InProcessBackend("acme", claims=("cpu",), devices=("cpu",), kernels={"gather_paged": kernel}))):
+        for batch, count in ((3, 3), (3, 5), (3, 12), (2, 12), (1, 4), (1, 9)):
+            kernel.launched.clear()
+            for _ in range(4 * REPEATS):
+                kvdock.ops.gather_paged(*pools, table[:batch, :count])
+            assert kernel.launched, "settled"
+            for (row, *steps), sizes in kernel.launched:
+                assert sizes == (batch, count)
+                assert steps == [16, 8, 1]
+                assert batch == 1 or row == count * 16
+
+
 # What drops plans
 
 
@@ -149,16 +200,8 @@ class Recording(CallKernel):
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         self._prepared.append(self._name)
         descriptor = _Fixing(self._call)
-        descriptor.launch = lambda *numbers: self._events.append(f"{self._name} launched")
+        descriptor.launch_for = lambda *args: lambda *numbers: self._events.append(f"{self._name} launched")
         return descriptor
-
-
-class _Fixing(CallDescriptor):
-    uses_autograd = False
-    launch: Callable[..., None]
-
-    def fix(self, *args: Any) -> Callable[..., None]:
-        return self.launch
 
 
 class World:
@@ -254,7 +297,7 @@ def test_layers_share_a_fast_call_and_count_for_themselves(world: World) -> None
     for _ in range(REPEATS):
         for layer, recent in zip(layers, recents, strict=True):
             layer(*world.tokens, world.slots, None, None)
-            assert len(recent.state0[4]) == 1
+            assert len(recent.state0[3]) == 1
     assert len(fast_calls(world.op)) == 1
     assert all(recent.counts[fast_calls(world.op)[0]] == 1 for recent in recents), "by strides once each"
     assert world.prepared == ["first"]

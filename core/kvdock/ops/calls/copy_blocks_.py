@@ -45,7 +45,6 @@ def make(op):
             high = v_cache_end
         if (
             not N
-            or block_pairs_ptr < 4194304
             or k_cache_ptr < 4194304
             or v_cache_ptr < 4194304
             or (
@@ -55,12 +54,15 @@ def make(op):
             )
             or (
                 block_pairs_ptr < high
-                and low < block_pairs_end
                 and (
-                    block_pairs_ptr < k_cache_end
-                    and k_cache_ptr < block_pairs_end
-                    or block_pairs_ptr < v_cache_end
-                    and v_cache_ptr < block_pairs_end
+                    block_pairs_ptr < 4194304
+                    or low < block_pairs_end
+                    and (
+                        block_pairs_ptr < k_cache_end
+                        and k_cache_ptr < block_pairs_end
+                        or block_pairs_ptr < v_cache_end
+                        and v_cache_ptr < block_pairs_end
+                    )
                 )
             )
         ):
@@ -92,6 +94,8 @@ def make(op):
                         block_pairs_n1,
                         block_pairs_t0 * block_pairs_size,
                         (1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size,
+                        max((1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size, 0),
+                        max(block_pairs_t0 * block_pairs_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, block_pairs))
             if fast is not None:
@@ -107,46 +111,46 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, block_pairs)):
                 return trace((k_cache, v_cache, block_pairs), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
-                place = pools.places.get(k_cache.data_ptr())
-                if place is None or place[2] != v_cache.data_ptr():
-                    place = pools.place(k_cache, v_cache)
-                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(block_pairs)
+                        same = plan is not None and guard(k_cache, v_cache, block_pairs)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
-                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest, reach, N_reach = numbers
                     N, block_pairs_n1 = block_pairs.shape
                     block_pairs_ptr = block_pairs.data_ptr()
+                    floor = low - (reach + N * N_reach)
                     if (
                         N > N_least
-                        and block_pairs_ptr >= 4194304
-                        and not (
-                            (block_pairs_ptr) & 15
-                            or (
+                        and not ((block_pairs_ptr) & 15)
+                        and (
+                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            or not (
                                 block_pairs_ptr < high
-                                and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                                 and (
-                                    block_pairs_ptr < k_cache_end
-                                    and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                                    or block_pairs_ptr < v_cache_end
-                                    and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    block_pairs_ptr < 4194304
+                                    or low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    and (
+                                        block_pairs_ptr < k_cache_end
+                                        and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                        or block_pairs_ptr < v_cache_end
+                                        and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    )
                                 )
                             )
                         )
@@ -158,6 +162,11 @@ def make(op):
                             return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                         return plan.run(k_cache, v_cache, block_pairs)
                     late = True
+            try:
+                if pools is not None and not pools.guard(k_cache, v_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
             return body0(recent, pools, k_cache, v_cache, block_pairs, named)
         except Exception as error:  # free until something is raised
@@ -175,12 +184,12 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, block_pairs)):
                 return trace((k_cache, v_cache, block_pairs), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(block_pairs)
@@ -189,22 +198,26 @@ def make(op):
                     if not same:
                         late = True
                         continue
-                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest, reach, N_reach = numbers
                     N, block_pairs_n1 = block_pairs.shape
                     block_pairs_ptr = block_pairs.data_ptr()
+                    floor = low - (reach + N * N_reach)
                     if (
                         N > N_least
-                        and block_pairs_ptr >= 4194304
-                        and not (
-                            (block_pairs_ptr) & 15
-                            or (
+                        and not ((block_pairs_ptr) & 15)
+                        and (
+                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            or not (
                                 block_pairs_ptr < high
-                                and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                                 and (
-                                    block_pairs_ptr < k_cache_end
-                                    and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                                    or block_pairs_ptr < v_cache_end
-                                    and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    block_pairs_ptr < 4194304
+                                    or low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    and (
+                                        block_pairs_ptr < k_cache_end
+                                        and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                        or block_pairs_ptr < v_cache_end
+                                        and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    )
                                 )
                             )
                         )

@@ -75,11 +75,8 @@ def make(op):
                 high = v_out_end
             if (
                 not lead0
-                or slot_mapping_ptr < 4194304
                 or k_out_ptr < 4194304
                 or v_out_ptr < 4194304
-                or k_cache_ptr < 4194304
-                or v_cache_ptr < 4194304
                 or slot_mapping_ptr & (slot_mapping_size - 1)
                 or k_out_n0 != lead0
                 or v_out_n0 != lead0
@@ -88,22 +85,31 @@ def make(op):
                 or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                 or (
                     k_cache_ptr < high
-                    and low < k_cache_end
-                    and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                    and (
+                        k_cache_ptr < 4194304
+                        or low < k_cache_end
+                        and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                    )
                 )
                 or (
                     v_cache_ptr < high
-                    and low < v_cache_end
-                    and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                    and (
+                        v_cache_ptr < 4194304
+                        or low < v_cache_end
+                        and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                    )
                 )
                 or (
                     slot_mapping_ptr < high
-                    and low < slot_mapping_end
                     and (
-                        slot_mapping_ptr < k_out_end
-                        and k_out_ptr < slot_mapping_end
-                        or slot_mapping_ptr < v_out_end
-                        and v_out_ptr < slot_mapping_end
+                        slot_mapping_ptr < 4194304
+                        or low < slot_mapping_end
+                        and (
+                            slot_mapping_ptr < k_out_end
+                            and k_out_ptr < slot_mapping_end
+                            or slot_mapping_ptr < v_out_end
+                            and v_out_ptr < slot_mapping_end
+                        )
                     )
                 )
             ):
@@ -155,9 +161,13 @@ def make(op):
                             slot_mapping_size - 1,
                             slot_mapping_t0 * slot_mapping_size,
                             (1 - slot_mapping_t0) * slot_mapping_size,
+                            k_out_n1,
+                            k_out_n2,
                             k_out_n1 * k_out_n2,
                             k_out_t0 * k_out_size,
                             (1 + (k_out_n1 - 1) * k_out_t1 + (k_out_n2 - 1) * k_out_t2 - k_out_t0) * k_out_size,
+                            v_out_n1,
+                            v_out_n2,
                             v_out_n1 * v_out_n2,
                             v_out_t0 * v_out_size,
                             (1 + (v_out_n1 - 1) * v_out_t1 + (v_out_n2 - 1) * v_out_t2 - v_out_t0) * v_out_size,
@@ -221,11 +231,8 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or slot_mapping_ptr < 4194304
             or k_out_ptr < 4194304
             or v_out_ptr < 4194304
-            or k_cache_ptr < 4194304
-            or v_cache_ptr < 4194304
             or slot_mapping_ptr & (slot_mapping_size - 1)
             or k_out_n0 != lead0
             or k_out_n1 != lead1
@@ -236,22 +243,31 @@ def make(op):
             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
             or (
                 k_cache_ptr < high
-                and low < k_cache_end
-                and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                and (
+                    k_cache_ptr < 4194304
+                    or low < k_cache_end
+                    and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                )
             )
             or (
                 v_cache_ptr < high
-                and low < v_cache_end
-                and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                and (
+                    v_cache_ptr < 4194304
+                    or low < v_cache_end
+                    and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                )
             )
             or (
                 slot_mapping_ptr < high
-                and low < slot_mapping_end
                 and (
-                    slot_mapping_ptr < k_out_end
-                    and k_out_ptr < slot_mapping_end
-                    or slot_mapping_ptr < v_out_end
-                    and v_out_ptr < slot_mapping_end
+                    slot_mapping_ptr < 4194304
+                    or low < slot_mapping_end
+                    and (
+                        slot_mapping_ptr < k_out_end
+                        and k_out_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_out_end
+                        and v_out_ptr < slot_mapping_end
+                    )
                 )
             )
         ):
@@ -308,9 +324,13 @@ def make(op):
                         slot_mapping_t0 * slot_mapping_size,
                         slot_mapping_t1 * slot_mapping_size,
                         (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                        k_out_n2,
+                        k_out_n3,
                         k_out_t0 * k_out_size,
                         k_out_t1 * k_out_size,
                         (1 + (k_out_n2 - 1) * k_out_t2 + (k_out_n3 - 1) * k_out_t3 - k_out_t0 - k_out_t1) * k_out_size,
+                        v_out_n2,
+                        v_out_n3,
                         v_out_t0 * v_out_size,
                         v_out_t1 * v_out_size,
                         (1 + (v_out_n2 - 1) * v_out_t2 + (v_out_n3 - 1) * v_out_t3 - v_out_t0 - v_out_t1) * v_out_size,
@@ -333,59 +353,51 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)):
                 return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and k_scale is None and v_scale is None:
-                place = pools.places.get(k_cache.data_ptr())
-                if place is None or place[2] != v_cache.data_ptr():
-                    place = pools.place(k_cache, v_cache)
-                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 made = k_out is None and v_out is None
-                if made:
-                    k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
-                    rank = getattr(slot_mapping, "ndim", None)
-                    try:
-                        if rank == 1:
-                            size0 = slot_mapping.numel()
-                            k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                            v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                        elif rank == 2:
-                            size0, size1 = slot_mapping.shape
-                            k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                            v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
-                    except RuntimeError:  # there may be no memory, which is said there
-                        k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(slot_mapping, k_out, v_out)
+                        same = plan is not None and guard(k_cache, v_cache, slot_mapping) and (made or outputs_guard(k_out, v_out))
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     if variant == 0:
                         (
                             lead0_least,
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            k_out_n1,
+                            k_out_n2,
                             k_out_row,
                             k_out_step0,
                             k_out_rest,
+                            v_out_n1,
+                            v_out_n2,
                             v_out_row,
                             v_out_step0,
                             v_out_rest,
                         ) = numbers
                         lead0 = slot_mapping.numel()
+                        if made:
+                            try:
+                                k_out = k_cache.new_empty(lead0, k_out_n1, k_out_n2)
+                                v_out = v_cache.new_empty(lead0, v_out_n1, v_out_n2)
+                            except RuntimeError:  # there may be no memory, which is said there
+                                k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         k_out_ptr = k_out.data_ptr()
                         v_out_ptr = v_out.data_ptr()
@@ -399,37 +411,48 @@ def make(op):
                             if v_out_end > high:
                                 high = v_out_end
                             if (
-                                k_out.numel() != lead0 * k_out_row
+                                k_out_ptr < 4194304
+                                or v_out_ptr < 4194304
+                                or k_out.numel() != lead0 * k_out_row
                                 or v_out.numel() != lead0 * v_out_row
                                 or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                                 or (
                                     k_cache_ptr < high
-                                    and low < k_cache_end
                                     and (
-                                        k_cache_ptr < k_out_end
-                                        and k_out_ptr < k_cache_end
-                                        or k_cache_ptr < v_out_end
-                                        and v_out_ptr < k_cache_end
+                                        k_cache_ptr < 4194304
+                                        or low < k_cache_end
+                                        and (
+                                            k_cache_ptr < k_out_end
+                                            and k_out_ptr < k_cache_end
+                                            or k_cache_ptr < v_out_end
+                                            and v_out_ptr < k_cache_end
+                                        )
                                     )
                                 )
                                 or (
                                     v_cache_ptr < high
-                                    and low < v_cache_end
                                     and (
-                                        v_cache_ptr < k_out_end
-                                        and k_out_ptr < v_cache_end
-                                        or v_cache_ptr < v_out_end
-                                        and v_out_ptr < v_cache_end
+                                        v_cache_ptr < 4194304
+                                        or low < v_cache_end
+                                        and (
+                                            v_cache_ptr < k_out_end
+                                            and k_out_ptr < v_cache_end
+                                            or v_cache_ptr < v_out_end
+                                            and v_out_ptr < v_cache_end
+                                        )
                                     )
                                 )
                                 or (
                                     slot_mapping_ptr < high
-                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                     and (
-                                        slot_mapping_ptr < k_out_end
-                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                        or slot_mapping_ptr < v_out_end
-                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        slot_mapping_ptr < 4194304
+                                        or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        and (
+                                            slot_mapping_ptr < k_out_end
+                                            and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            or slot_mapping_ptr < v_out_end
+                                            and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        )
                                     )
                                 )
                             ):
@@ -438,8 +461,6 @@ def make(op):
                         if (
                             lead0 > lead0_least
                             and slot_mapping_ptr >= 4194304
-                            and k_out_ptr >= 4194304
-                            and v_out_ptr >= 4194304
                             and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -459,14 +480,24 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        k_out_n2,
+                        k_out_n3,
                         k_out_step0,
                         k_out_step1,
                         k_out_rest,
+                        v_out_n2,
+                        v_out_n3,
                         v_out_step0,
                         v_out_step1,
                         v_out_rest,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
+                    if made:
+                        try:
+                            k_out = k_cache.new_empty(lead0, lead1, k_out_n2, k_out_n3)
+                            v_out = v_cache.new_empty(lead0, lead1, v_out_n2, v_out_n3)
+                        except RuntimeError:  # there may be no memory, which is said there
+                            k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
@@ -482,41 +513,52 @@ def make(op):
                         if v_out_end > high:
                             high = v_out_end
                         if (
-                            k_out_n0 != lead0
+                            k_out_ptr < 4194304
+                            or v_out_ptr < 4194304
+                            or k_out_n0 != lead0
                             or k_out_n1 != lead1
                             or v_out_n0 != lead0
                             or v_out_n1 != lead1
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
-                                and low < k_cache_end
                                 and (
-                                    k_cache_ptr < k_out_end
-                                    and k_out_ptr < k_cache_end
-                                    or k_cache_ptr < v_out_end
-                                    and v_out_ptr < k_cache_end
+                                    k_cache_ptr < 4194304
+                                    or low < k_cache_end
+                                    and (
+                                        k_cache_ptr < k_out_end
+                                        and k_out_ptr < k_cache_end
+                                        or k_cache_ptr < v_out_end
+                                        and v_out_ptr < k_cache_end
+                                    )
                                 )
                             )
                             or (
                                 v_cache_ptr < high
-                                and low < v_cache_end
                                 and (
-                                    v_cache_ptr < k_out_end
-                                    and k_out_ptr < v_cache_end
-                                    or v_cache_ptr < v_out_end
-                                    and v_out_ptr < v_cache_end
+                                    v_cache_ptr < 4194304
+                                    or low < v_cache_end
+                                    and (
+                                        v_cache_ptr < k_out_end
+                                        and k_out_ptr < v_cache_end
+                                        or v_cache_ptr < v_out_end
+                                        and v_out_ptr < v_cache_end
+                                    )
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                    or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    slot_mapping_ptr < 4194304
+                                    or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    and (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        or slot_mapping_ptr < v_out_end
+                                        and v_out_ptr
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    )
                                 )
                             )
                         ):
@@ -526,8 +568,6 @@ def make(op):
                         lead0 > lead0_least
                         and lead1 > lead1_least
                         and slot_mapping_ptr >= 4194304
-                        and k_out_ptr >= 4194304
-                        and v_out_ptr >= 4194304
                         and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1
@@ -539,6 +579,11 @@ def make(op):
                         plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
                     late = True
+            try:
+                if pools is not None and not pools.guard(k_cache, v_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
             return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
         except Exception as error:  # free until something is raised
@@ -555,30 +600,16 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)):
                 return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and k_scale is None and v_scale is None:
                 made = k_out is None and v_out is None
-                if made:
-                    k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
-                    rank = getattr(slot_mapping, "ndim", None)
-                    try:
-                        if rank == 1:
-                            size0 = slot_mapping.numel()
-                            k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                            v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                        elif rank == 2:
-                            size0, size1 = slot_mapping.shape
-                            k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                            v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
-                    except RuntimeError:  # there may be no memory, which is said there
-                        k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(slot_mapping, k_out, v_out)
+                        same = plan is not None and guard(slot_mapping) and (made or outputs_guard(k_out, v_out))
                     except TypeError:  # what is no tensor
                         break
                     if not same:
@@ -590,14 +621,24 @@ def make(op):
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            k_out_n1,
+                            k_out_n2,
                             k_out_row,
                             k_out_step0,
                             k_out_rest,
+                            v_out_n1,
+                            v_out_n2,
                             v_out_row,
                             v_out_step0,
                             v_out_rest,
                         ) = numbers
                         lead0 = slot_mapping.numel()
+                        if made:
+                            try:
+                                k_out = k_cache.new_empty(lead0, k_out_n1, k_out_n2)
+                                v_out = v_cache.new_empty(lead0, v_out_n1, v_out_n2)
+                            except RuntimeError:  # there may be no memory, which is said there
+                                k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         k_out_ptr = k_out.data_ptr()
                         v_out_ptr = v_out.data_ptr()
@@ -611,37 +652,48 @@ def make(op):
                             if v_out_end > high:
                                 high = v_out_end
                             if (
-                                k_out.numel() != lead0 * k_out_row
+                                k_out_ptr < 4194304
+                                or v_out_ptr < 4194304
+                                or k_out.numel() != lead0 * k_out_row
                                 or v_out.numel() != lead0 * v_out_row
                                 or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                                 or (
                                     k_cache_ptr < high
-                                    and low < k_cache_end
                                     and (
-                                        k_cache_ptr < k_out_end
-                                        and k_out_ptr < k_cache_end
-                                        or k_cache_ptr < v_out_end
-                                        and v_out_ptr < k_cache_end
+                                        k_cache_ptr < 4194304
+                                        or low < k_cache_end
+                                        and (
+                                            k_cache_ptr < k_out_end
+                                            and k_out_ptr < k_cache_end
+                                            or k_cache_ptr < v_out_end
+                                            and v_out_ptr < k_cache_end
+                                        )
                                     )
                                 )
                                 or (
                                     v_cache_ptr < high
-                                    and low < v_cache_end
                                     and (
-                                        v_cache_ptr < k_out_end
-                                        and k_out_ptr < v_cache_end
-                                        or v_cache_ptr < v_out_end
-                                        and v_out_ptr < v_cache_end
+                                        v_cache_ptr < 4194304
+                                        or low < v_cache_end
+                                        and (
+                                            v_cache_ptr < k_out_end
+                                            and k_out_ptr < v_cache_end
+                                            or v_cache_ptr < v_out_end
+                                            and v_out_ptr < v_cache_end
+                                        )
                                     )
                                 )
                                 or (
                                     slot_mapping_ptr < high
-                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                     and (
-                                        slot_mapping_ptr < k_out_end
-                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                        or slot_mapping_ptr < v_out_end
-                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        slot_mapping_ptr < 4194304
+                                        or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        and (
+                                            slot_mapping_ptr < k_out_end
+                                            and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            or slot_mapping_ptr < v_out_end
+                                            and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        )
                                     )
                                 )
                             ):
@@ -650,8 +702,6 @@ def make(op):
                         if (
                             lead0 > lead0_least
                             and slot_mapping_ptr >= 4194304
-                            and k_out_ptr >= 4194304
-                            and v_out_ptr >= 4194304
                             and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -671,14 +721,24 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        k_out_n2,
+                        k_out_n3,
                         k_out_step0,
                         k_out_step1,
                         k_out_rest,
+                        v_out_n2,
+                        v_out_n3,
                         v_out_step0,
                         v_out_step1,
                         v_out_rest,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
+                    if made:
+                        try:
+                            k_out = k_cache.new_empty(lead0, lead1, k_out_n2, k_out_n3)
+                            v_out = v_cache.new_empty(lead0, lead1, v_out_n2, v_out_n3)
+                        except RuntimeError:  # there may be no memory, which is said there
+                            k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
@@ -694,41 +754,52 @@ def make(op):
                         if v_out_end > high:
                             high = v_out_end
                         if (
-                            k_out_n0 != lead0
+                            k_out_ptr < 4194304
+                            or v_out_ptr < 4194304
+                            or k_out_n0 != lead0
                             or k_out_n1 != lead1
                             or v_out_n0 != lead0
                             or v_out_n1 != lead1
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
-                                and low < k_cache_end
                                 and (
-                                    k_cache_ptr < k_out_end
-                                    and k_out_ptr < k_cache_end
-                                    or k_cache_ptr < v_out_end
-                                    and v_out_ptr < k_cache_end
+                                    k_cache_ptr < 4194304
+                                    or low < k_cache_end
+                                    and (
+                                        k_cache_ptr < k_out_end
+                                        and k_out_ptr < k_cache_end
+                                        or k_cache_ptr < v_out_end
+                                        and v_out_ptr < k_cache_end
+                                    )
                                 )
                             )
                             or (
                                 v_cache_ptr < high
-                                and low < v_cache_end
                                 and (
-                                    v_cache_ptr < k_out_end
-                                    and k_out_ptr < v_cache_end
-                                    or v_cache_ptr < v_out_end
-                                    and v_out_ptr < v_cache_end
+                                    v_cache_ptr < 4194304
+                                    or low < v_cache_end
+                                    and (
+                                        v_cache_ptr < k_out_end
+                                        and k_out_ptr < v_cache_end
+                                        or v_cache_ptr < v_out_end
+                                        and v_out_ptr < v_cache_end
+                                    )
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                    or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    slot_mapping_ptr < 4194304
+                                    or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    and (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        or slot_mapping_ptr < v_out_end
+                                        and v_out_ptr
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    )
                                 )
                             )
                         ):
@@ -738,8 +809,6 @@ def make(op):
                         lead0 > lead0_least
                         and lead1 > lead1_least
                         and slot_mapping_ptr >= 4194304
-                        and k_out_ptr >= 4194304
-                        and v_out_ptr >= 4194304
                         and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1

@@ -57,16 +57,13 @@ def make(op):
             high = kv_cache_end
             if (
                 not lead0
-                or kv_c_ptr < 4194304
-                or k_pe_ptr < 4194304
-                or slot_mapping_ptr < 4194304
                 or kv_cache_ptr < 4194304
                 or k_pe_n0 != lead0
                 or slot_mapping_n0 != lead0
                 or slot_mapping_ptr & (slot_mapping_size - 1)
-                or (kv_c_ptr < high and low < kv_c_end)
-                or (k_pe_ptr < high and low < k_pe_end)
-                or (slot_mapping_ptr < high and low < slot_mapping_end)
+                or (kv_c_ptr < high and (kv_c_ptr < 4194304 or low < kv_c_end))
+                or (k_pe_ptr < high and (k_pe_ptr < 4194304 or low < k_pe_end))
+                or (slot_mapping_ptr < high and (slot_mapping_ptr < 4194304 or low < slot_mapping_end))
             ):
                 return slow((kv_cache, kv_c, k_pe, slot_mapping, scale), named, pools)
             is_full = not ((kv_cache_ptr) & 15 or kv_c_bits & (kv_c_full - 1) or k_pe_bits & (k_pe_full - 1))
@@ -110,6 +107,13 @@ def make(op):
                             slot_mapping_size - 1,
                             slot_mapping_t0 * slot_mapping_size,
                             (1 - slot_mapping_t0) * slot_mapping_size,
+                            max(
+                                (1 + (kv_c_n1 - 1) * kv_c_t1 - kv_c_t0) * kv_c_size,
+                                (1 + (k_pe_n1 - 1) * k_pe_t1 - k_pe_t0) * k_pe_size,
+                                (1 - slot_mapping_t0) * slot_mapping_size,
+                                0,
+                            ),
+                            max(kv_c_t0 * kv_c_size, k_pe_t0 * k_pe_size, slot_mapping_t0 * slot_mapping_size, 0),
                         )
                         fast = signature.settle(schema, entry, strides, numbers, (kv_cache, kv_c, k_pe, slot_mapping, scale))
                 if fast is not None:
@@ -150,18 +154,15 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or kv_c_ptr < 4194304
-            or k_pe_ptr < 4194304
-            or slot_mapping_ptr < 4194304
             or kv_cache_ptr < 4194304
             or k_pe_n0 != lead0
             or k_pe_n1 != lead1
             or slot_mapping_n0 != lead0
             or slot_mapping_n1 != lead1
             or slot_mapping_ptr & (slot_mapping_size - 1)
-            or (kv_c_ptr < high and low < kv_c_end)
-            or (k_pe_ptr < high and low < k_pe_end)
-            or (slot_mapping_ptr < high and low < slot_mapping_end)
+            or (kv_c_ptr < high and (kv_c_ptr < 4194304 or low < kv_c_end))
+            or (k_pe_ptr < high and (k_pe_ptr < 4194304 or low < k_pe_end))
+            or (slot_mapping_ptr < high and (slot_mapping_ptr < 4194304 or low < slot_mapping_end))
         ):
             return slow((kv_cache, kv_c, k_pe, slot_mapping, scale), named, pools)
         is_full = not ((kv_cache_ptr) & 15 or kv_c_bits & (kv_c_full - 1) or k_pe_bits & (k_pe_full - 1))
@@ -210,6 +211,14 @@ def make(op):
                         slot_mapping_t0 * slot_mapping_size,
                         slot_mapping_t1 * slot_mapping_size,
                         (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                        max(
+                            (1 + (kv_c_n2 - 1) * kv_c_t2 - kv_c_t0 - kv_c_t1) * kv_c_size,
+                            (1 + (k_pe_n2 - 1) * k_pe_t2 - k_pe_t0 - k_pe_t1) * k_pe_size,
+                            (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                            0,
+                        ),
+                        max(kv_c_t0 * kv_c_size, k_pe_t0 * k_pe_size, slot_mapping_t0 * slot_mapping_size, 0),
+                        max(kv_c_t1 * kv_c_size, k_pe_t1 * k_pe_size, slot_mapping_t1 * slot_mapping_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (kv_cache, kv_c, k_pe, slot_mapping, scale))
             if fast is not None:
@@ -225,30 +234,26 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((kv_cache, kv_c, k_pe, slot_mapping, scale)):
                 return trace((kv_cache, kv_c, k_pe, slot_mapping, scale), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(kv_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and scale is None:
-                place = pools.places.get(kv_cache.data_ptr())
-                if place is None:
-                    place = pools.place(kv_cache)
-                kv_cache_ptr, kv_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(kv_c, k_pe, slot_mapping)
+                        same = plan is not None and guard(kv_cache, kv_c, k_pe, slot_mapping)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(kv_cache.data_ptr())
+                    if place is None:
+                        place = pools.place(kv_cache)
+                    kv_cache_ptr, kv_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     if variant == 0:
                         (
                             lead0_least,
@@ -261,24 +266,34 @@ def make(op):
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            reach,
+                            lead0_reach,
                         ) = numbers
                         lead0 = slot_mapping.numel()
                         kv_c_ptr = kv_c.data_ptr()
                         k_pe_ptr = k_pe.data_ptr()
                         slot_mapping_ptr = slot_mapping.data_ptr()
+                        floor = low - (reach + lead0 * lead0_reach)
                         if (
                             lead0 > lead0_least
-                            and kv_c_ptr >= 4194304
-                            and k_pe_ptr >= 4194304
-                            and slot_mapping_ptr >= 4194304
                             and kv_c.numel() == lead0 * kv_c_row
                             and k_pe.numel() == lead0 * k_pe_row
-                            and not (
-                                (kv_c_ptr | k_pe_ptr) & 15
-                                or slot_mapping_ptr & slot_mapping_mask
-                                or (kv_c_ptr < high and low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0)
-                                or (k_pe_ptr < high and low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0)
-                                or (slot_mapping_ptr < high and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0)
+                            and not ((kv_c_ptr | k_pe_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                            and (
+                                (kv_c_ptr >= high or 4194304 <= kv_c_ptr <= floor)
+                                and (k_pe_ptr >= high or 4194304 <= k_pe_ptr <= floor)
+                                and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                                or not (
+                                    (kv_c_ptr < high and (kv_c_ptr < 4194304 or low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0))
+                                    or (k_pe_ptr < high and (k_pe_ptr < 4194304 or low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0))
+                                    or (
+                                        slot_mapping_ptr < high
+                                        and (
+                                            slot_mapping_ptr < 4194304
+                                            or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        )
+                                    )
+                                )
                             )
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -302,6 +317,9 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        reach,
+                        lead0_reach,
+                        lead1_reach,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
                     kv_c_n0, kv_c_n1, kv_c_n2 = kv_c.shape
@@ -309,24 +327,36 @@ def make(op):
                     kv_c_ptr = kv_c.data_ptr()
                     k_pe_ptr = k_pe.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
+                    floor = low - (reach + lead0 * lead0_reach + lead1 * lead1_reach)
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and kv_c_ptr >= 4194304
-                        and k_pe_ptr >= 4194304
-                        and slot_mapping_ptr >= 4194304
                         and kv_c_n0 == lead0
                         and kv_c_n1 == lead1
                         and k_pe_n0 == lead0
                         and k_pe_n1 == lead1
-                        and not (
-                            (kv_c_ptr | k_pe_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
-                            or (kv_c_ptr < high and low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0 + lead1 * kv_c_step1)
-                            or (k_pe_ptr < high and low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0 + lead1 * k_pe_step1)
-                            or (
-                                slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                        and not ((kv_c_ptr | k_pe_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        and (
+                            (kv_c_ptr >= high or 4194304 <= kv_c_ptr <= floor)
+                            and (k_pe_ptr >= high or 4194304 <= k_pe_ptr <= floor)
+                            and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                            or not (
+                                (
+                                    kv_c_ptr < high
+                                    and (kv_c_ptr < 4194304 or low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0 + lead1 * kv_c_step1)
+                                )
+                                or (
+                                    k_pe_ptr < high
+                                    and (k_pe_ptr < 4194304 or low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0 + lead1 * k_pe_step1)
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and (
+                                        slot_mapping_ptr < 4194304
+                                        or low
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    )
+                                )
                             )
                         )
                     ):
@@ -337,6 +367,11 @@ def make(op):
                             return launch(kv_cache_ptr, kv_c_ptr, k_pe_ptr, slot_mapping_ptr, lead0, lead1)
                         return plan.run(kv_cache, kv_c, k_pe, slot_mapping, scale)
                     late = True
+            try:
+                if pools is not None and not pools.guard(kv_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (kv_cache, kv_c, k_pe, slot_mapping, scale), None)
             return body0(recent, pools, kv_cache, kv_c, k_pe, slot_mapping, scale, named)
         except Exception as error:  # free until something is raised
@@ -354,12 +389,12 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((kv_cache, kv_c, k_pe, slot_mapping, scale)):
                 return trace((kv_cache, kv_c, k_pe, slot_mapping, scale), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and scale is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(kv_c, k_pe, slot_mapping)
@@ -380,24 +415,34 @@ def make(op):
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            reach,
+                            lead0_reach,
                         ) = numbers
                         lead0 = slot_mapping.numel()
                         kv_c_ptr = kv_c.data_ptr()
                         k_pe_ptr = k_pe.data_ptr()
                         slot_mapping_ptr = slot_mapping.data_ptr()
+                        floor = low - (reach + lead0 * lead0_reach)
                         if (
                             lead0 > lead0_least
-                            and kv_c_ptr >= 4194304
-                            and k_pe_ptr >= 4194304
-                            and slot_mapping_ptr >= 4194304
                             and kv_c.numel() == lead0 * kv_c_row
                             and k_pe.numel() == lead0 * k_pe_row
-                            and not (
-                                (kv_c_ptr | k_pe_ptr) & 15
-                                or slot_mapping_ptr & slot_mapping_mask
-                                or (kv_c_ptr < high and low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0)
-                                or (k_pe_ptr < high and low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0)
-                                or (slot_mapping_ptr < high and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0)
+                            and not ((kv_c_ptr | k_pe_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                            and (
+                                (kv_c_ptr >= high or 4194304 <= kv_c_ptr <= floor)
+                                and (k_pe_ptr >= high or 4194304 <= k_pe_ptr <= floor)
+                                and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                                or not (
+                                    (kv_c_ptr < high and (kv_c_ptr < 4194304 or low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0))
+                                    or (k_pe_ptr < high and (k_pe_ptr < 4194304 or low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0))
+                                    or (
+                                        slot_mapping_ptr < high
+                                        and (
+                                            slot_mapping_ptr < 4194304
+                                            or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        )
+                                    )
+                                )
                             )
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -421,6 +466,9 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        reach,
+                        lead0_reach,
+                        lead1_reach,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
                     kv_c_n0, kv_c_n1, kv_c_n2 = kv_c.shape
@@ -428,24 +476,36 @@ def make(op):
                     kv_c_ptr = kv_c.data_ptr()
                     k_pe_ptr = k_pe.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
+                    floor = low - (reach + lead0 * lead0_reach + lead1 * lead1_reach)
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and kv_c_ptr >= 4194304
-                        and k_pe_ptr >= 4194304
-                        and slot_mapping_ptr >= 4194304
                         and kv_c_n0 == lead0
                         and kv_c_n1 == lead1
                         and k_pe_n0 == lead0
                         and k_pe_n1 == lead1
-                        and not (
-                            (kv_c_ptr | k_pe_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
-                            or (kv_c_ptr < high and low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0 + lead1 * kv_c_step1)
-                            or (k_pe_ptr < high and low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0 + lead1 * k_pe_step1)
-                            or (
-                                slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                        and not ((kv_c_ptr | k_pe_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        and (
+                            (kv_c_ptr >= high or 4194304 <= kv_c_ptr <= floor)
+                            and (k_pe_ptr >= high or 4194304 <= k_pe_ptr <= floor)
+                            and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                            or not (
+                                (
+                                    kv_c_ptr < high
+                                    and (kv_c_ptr < 4194304 or low < kv_c_ptr + kv_c_rest + lead0 * kv_c_step0 + lead1 * kv_c_step1)
+                                )
+                                or (
+                                    k_pe_ptr < high
+                                    and (k_pe_ptr < 4194304 or low < k_pe_ptr + k_pe_rest + lead0 * k_pe_step0 + lead1 * k_pe_step1)
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and (
+                                        slot_mapping_ptr < 4194304
+                                        or low
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    )
+                                )
                             )
                         )
                     ):

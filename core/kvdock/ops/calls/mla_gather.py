@@ -62,10 +62,8 @@ def make(op):
                 high = k_pe_out_end
             if (
                 not lead0
-                or slot_mapping_ptr < 4194304
                 or kv_c_out_ptr < 4194304
                 or k_pe_out_ptr < 4194304
-                or kv_cache_ptr < 4194304
                 or slot_mapping_ptr & (slot_mapping_size - 1)
                 or kv_c_out_n0 != lead0
                 or k_pe_out_n0 != lead0
@@ -74,22 +72,28 @@ def make(op):
                 or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
                 or (
                     kv_cache_ptr < high
-                    and low < kv_cache_end
                     and (
-                        kv_cache_ptr < kv_c_out_end
-                        and kv_c_out_ptr < kv_cache_end
-                        or kv_cache_ptr < k_pe_out_end
-                        and k_pe_out_ptr < kv_cache_end
+                        kv_cache_ptr < 4194304
+                        or low < kv_cache_end
+                        and (
+                            kv_cache_ptr < kv_c_out_end
+                            and kv_c_out_ptr < kv_cache_end
+                            or kv_cache_ptr < k_pe_out_end
+                            and k_pe_out_ptr < kv_cache_end
+                        )
                     )
                 )
                 or (
                     slot_mapping_ptr < high
-                    and low < slot_mapping_end
                     and (
-                        slot_mapping_ptr < kv_c_out_end
-                        and kv_c_out_ptr < slot_mapping_end
-                        or slot_mapping_ptr < k_pe_out_end
-                        and k_pe_out_ptr < slot_mapping_end
+                        slot_mapping_ptr < 4194304
+                        or low < slot_mapping_end
+                        and (
+                            slot_mapping_ptr < kv_c_out_end
+                            and kv_c_out_ptr < slot_mapping_end
+                            or slot_mapping_ptr < k_pe_out_end
+                            and k_pe_out_ptr < slot_mapping_end
+                        )
                     )
                 )
             ):
@@ -188,10 +192,8 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or slot_mapping_ptr < 4194304
             or kv_c_out_ptr < 4194304
             or k_pe_out_ptr < 4194304
-            or kv_cache_ptr < 4194304
             or slot_mapping_ptr & (slot_mapping_size - 1)
             or kv_c_out_n0 != lead0
             or kv_c_out_n1 != lead1
@@ -202,22 +204,28 @@ def make(op):
             or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
             or (
                 kv_cache_ptr < high
-                and low < kv_cache_end
                 and (
-                    kv_cache_ptr < kv_c_out_end
-                    and kv_c_out_ptr < kv_cache_end
-                    or kv_cache_ptr < k_pe_out_end
-                    and k_pe_out_ptr < kv_cache_end
+                    kv_cache_ptr < 4194304
+                    or low < kv_cache_end
+                    and (
+                        kv_cache_ptr < kv_c_out_end
+                        and kv_c_out_ptr < kv_cache_end
+                        or kv_cache_ptr < k_pe_out_end
+                        and k_pe_out_ptr < kv_cache_end
+                    )
                 )
             )
             or (
                 slot_mapping_ptr < high
-                and low < slot_mapping_end
                 and (
-                    slot_mapping_ptr < kv_c_out_end
-                    and kv_c_out_ptr < slot_mapping_end
-                    or slot_mapping_ptr < k_pe_out_end
-                    and k_pe_out_ptr < slot_mapping_end
+                    slot_mapping_ptr < 4194304
+                    or low < slot_mapping_end
+                    and (
+                        slot_mapping_ptr < kv_c_out_end
+                        and kv_c_out_ptr < slot_mapping_end
+                        or slot_mapping_ptr < k_pe_out_end
+                        and k_pe_out_ptr < slot_mapping_end
+                    )
                 )
             )
         ):
@@ -283,30 +291,26 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((kv_cache, slot_mapping, scale, kv_c_out, k_pe_out)):
                 return trace((kv_cache, slot_mapping, scale, kv_c_out, k_pe_out), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(kv_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and scale is None:
-                place = pools.places.get(kv_cache.data_ptr())
-                if place is None:
-                    place = pools.place(kv_cache)
-                kv_cache_ptr, kv_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(slot_mapping, kv_c_out, k_pe_out)
+                        same = plan is not None and guard(kv_cache, slot_mapping, kv_c_out, k_pe_out)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(kv_cache.data_ptr())
+                    if place is None:
+                        place = pools.place(kv_cache)
+                    kv_cache_ptr, kv_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     if variant == 0:
                         (
                             lead0_least,
@@ -333,27 +337,35 @@ def make(op):
                         if k_pe_out_end > high:
                             high = k_pe_out_end
                         if (
-                            kv_c_out.numel() != lead0 * kv_c_out_row
+                            kv_c_out_ptr < 4194304
+                            or k_pe_out_ptr < 4194304
+                            or kv_c_out.numel() != lead0 * kv_c_out_row
                             or k_pe_out.numel() != lead0 * k_pe_out_row
                             or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
                             or (
                                 kv_cache_ptr < high
-                                and low < kv_cache_end
                                 and (
-                                    kv_cache_ptr < kv_c_out_end
-                                    and kv_c_out_ptr < kv_cache_end
-                                    or kv_cache_ptr < k_pe_out_end
-                                    and k_pe_out_ptr < kv_cache_end
+                                    kv_cache_ptr < 4194304
+                                    or low < kv_cache_end
+                                    and (
+                                        kv_cache_ptr < kv_c_out_end
+                                        and kv_c_out_ptr < kv_cache_end
+                                        or kv_cache_ptr < k_pe_out_end
+                                        and k_pe_out_ptr < kv_cache_end
+                                    )
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < kv_c_out_end
-                                    and kv_c_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < k_pe_out_end
-                                    and k_pe_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    slot_mapping_ptr < 4194304
+                                    or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < kv_c_out_end
+                                        and kv_c_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < k_pe_out_end
+                                        and k_pe_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         ):
@@ -403,31 +415,39 @@ def make(op):
                     if k_pe_out_end > high:
                         high = k_pe_out_end
                     if (
-                        kv_c_out_n0 != lead0
+                        kv_c_out_ptr < 4194304
+                        or k_pe_out_ptr < 4194304
+                        or kv_c_out_n0 != lead0
                         or kv_c_out_n1 != lead1
                         or k_pe_out_n0 != lead0
                         or k_pe_out_n1 != lead1
                         or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
                         or (
                             kv_cache_ptr < high
-                            and low < kv_cache_end
                             and (
-                                kv_cache_ptr < kv_c_out_end
-                                and kv_c_out_ptr < kv_cache_end
-                                or kv_cache_ptr < k_pe_out_end
-                                and k_pe_out_ptr < kv_cache_end
+                                kv_cache_ptr < 4194304
+                                or low < kv_cache_end
+                                and (
+                                    kv_cache_ptr < kv_c_out_end
+                                    and kv_c_out_ptr < kv_cache_end
+                                    or kv_cache_ptr < k_pe_out_end
+                                    and k_pe_out_ptr < kv_cache_end
+                                )
                             )
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < kv_c_out_end
-                                and kv_c_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < k_pe_out_end
-                                and k_pe_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                slot_mapping_ptr < 4194304
+                                or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                and (
+                                    slot_mapping_ptr < kv_c_out_end
+                                    and kv_c_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    or slot_mapping_ptr < k_pe_out_end
+                                    and k_pe_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     ):
@@ -448,6 +468,11 @@ def make(op):
                             return launch(kv_cache_ptr, slot_mapping_ptr, kv_c_out_ptr, k_pe_out_ptr, lead0, lead1)
                         return plan.run(kv_cache, slot_mapping, scale, kv_c_out, k_pe_out)
                     late = True
+            try:
+                if pools is not None and not pools.guard(kv_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (kv_cache, slot_mapping, scale, kv_c_out, k_pe_out), None)
             return body0(recent, pools, kv_cache, slot_mapping, scale, kv_c_out, k_pe_out, named)
         except Exception as error:  # free until something is raised
@@ -465,12 +490,12 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((kv_cache, slot_mapping, scale, kv_c_out, k_pe_out)):
                 return trace((kv_cache, slot_mapping, scale, kv_c_out, k_pe_out), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and scale is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(slot_mapping, kv_c_out, k_pe_out)
@@ -505,27 +530,35 @@ def make(op):
                         if k_pe_out_end > high:
                             high = k_pe_out_end
                         if (
-                            kv_c_out.numel() != lead0 * kv_c_out_row
+                            kv_c_out_ptr < 4194304
+                            or k_pe_out_ptr < 4194304
+                            or kv_c_out.numel() != lead0 * kv_c_out_row
                             or k_pe_out.numel() != lead0 * k_pe_out_row
                             or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
                             or (
                                 kv_cache_ptr < high
-                                and low < kv_cache_end
                                 and (
-                                    kv_cache_ptr < kv_c_out_end
-                                    and kv_c_out_ptr < kv_cache_end
-                                    or kv_cache_ptr < k_pe_out_end
-                                    and k_pe_out_ptr < kv_cache_end
+                                    kv_cache_ptr < 4194304
+                                    or low < kv_cache_end
+                                    and (
+                                        kv_cache_ptr < kv_c_out_end
+                                        and kv_c_out_ptr < kv_cache_end
+                                        or kv_cache_ptr < k_pe_out_end
+                                        and k_pe_out_ptr < kv_cache_end
+                                    )
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < kv_c_out_end
-                                    and kv_c_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < k_pe_out_end
-                                    and k_pe_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    slot_mapping_ptr < 4194304
+                                    or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < kv_c_out_end
+                                        and kv_c_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < k_pe_out_end
+                                        and k_pe_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         ):
@@ -575,31 +608,39 @@ def make(op):
                     if k_pe_out_end > high:
                         high = k_pe_out_end
                     if (
-                        kv_c_out_n0 != lead0
+                        kv_c_out_ptr < 4194304
+                        or k_pe_out_ptr < 4194304
+                        or kv_c_out_n0 != lead0
                         or kv_c_out_n1 != lead1
                         or k_pe_out_n0 != lead0
                         or k_pe_out_n1 != lead1
                         or (kv_c_out_ptr < k_pe_out_end and k_pe_out_ptr < kv_c_out_end)
                         or (
                             kv_cache_ptr < high
-                            and low < kv_cache_end
                             and (
-                                kv_cache_ptr < kv_c_out_end
-                                and kv_c_out_ptr < kv_cache_end
-                                or kv_cache_ptr < k_pe_out_end
-                                and k_pe_out_ptr < kv_cache_end
+                                kv_cache_ptr < 4194304
+                                or low < kv_cache_end
+                                and (
+                                    kv_cache_ptr < kv_c_out_end
+                                    and kv_c_out_ptr < kv_cache_end
+                                    or kv_cache_ptr < k_pe_out_end
+                                    and k_pe_out_ptr < kv_cache_end
+                                )
                             )
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < kv_c_out_end
-                                and kv_c_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < k_pe_out_end
-                                and k_pe_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                slot_mapping_ptr < 4194304
+                                or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                and (
+                                    slot_mapping_ptr < kv_c_out_end
+                                    and kv_c_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                    or slot_mapping_ptr < k_pe_out_end
+                                    and k_pe_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     ):

@@ -190,23 +190,18 @@ def make(op):
             not N
             or not B
             or not W
-            or q_ptr < 4194304
-            or block_table_ptr < 4194304
-            or seq_lens_ptr < 4194304
             or out_ptr < 4194304
-            or k_cache_ptr < 4194304
-            or v_cache_ptr < 4194304
             or block_table_ptr & (block_table_size - 1)
             or seq_lens_n0 != B
             or seq_lens_ptr & (seq_lens_size - 1)
             or out_n0 != N
             or (not (cu_query_lens is not None or N == B))
             or (not out.is_contiguous() and has_internal_overlap(out))
-            or (q_ptr < high and low < q_end)
-            or (k_cache_ptr < high and low < k_cache_end)
-            or (v_cache_ptr < high and low < v_cache_end)
-            or (block_table_ptr < high and low < block_table_end)
-            or (seq_lens_ptr < high and low < seq_lens_end)
+            or (q_ptr < high and (q_ptr < 4194304 or low < q_end))
+            or (k_cache_ptr < high and (k_cache_ptr < 4194304 or low < k_cache_end))
+            or (v_cache_ptr < high and (v_cache_ptr < 4194304 or low < v_cache_end))
+            or (block_table_ptr < high and (block_table_ptr < 4194304 or low < block_table_end))
+            or (seq_lens_ptr < high and (seq_lens_ptr < 4194304 or low < seq_lens_end))
         ):
             slow(
                 (
@@ -354,6 +349,8 @@ def make(op):
                         seq_lens_size - 1,
                         seq_lens_t0 * seq_lens_size,
                         (1 - seq_lens_t0) * seq_lens_size,
+                        out_n1,
+                        out_n2,
                         out_n1 * out_n2,
                         out_t0 * out_size,
                         (1 + (out_n1 - 1) * out_t1 + (out_n2 - 1) * out_t2 - out_t0) * out_size,
@@ -496,12 +493,8 @@ def make(op):
                     None,
                 )
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif (
                 fast_calls
@@ -514,49 +507,28 @@ def make(op):
                 and lse is None
                 and type(max_query_len) is int
             ):
-                place = pools.places.get(k_cache.data_ptr())
-                if place is None or place[2] != v_cache.data_ptr():
-                    place = pools.place(k_cache, v_cache)
-                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 made = out is None
-                if made:
-                    (out,) = make_outputs(
-                        (
-                            q,
-                            k_cache,
-                            v_cache,
-                            block_table,
-                            seq_lens,
-                            cu_query_lens,
-                            starts,
-                            sinks,
-                            k_scale,
-                            v_scale,
-                            max_query_len,
-                            scale,
-                            causal,
-                            window,
-                            softcap,
-                            out,
-                            lse,
-                        )
-                    )
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = (
                             plan is not None
-                            and guard(q, block_table, seq_lens, out)
+                            and guard(k_cache, v_cache, q, block_table, seq_lens)
                             and static == (type(scale), scale, type(causal), causal, type(window), window, type(softcap), softcap)
+                            and (made or outputs_guard(out))
                         )
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     (
                         N_least,
                         B_least,
@@ -571,6 +543,8 @@ def make(op):
                         seq_lens_mask,
                         seq_lens_step0,
                         seq_lens_rest,
+                        out_n1,
+                        out_n2,
                         out_row,
                         out_step0,
                         out_rest,
@@ -578,6 +552,31 @@ def make(op):
                     B = seq_lens.numel()
                     N, q_n1, q_n2 = q.shape
                     block_table_n0, W = block_table.shape
+                    if made:
+                        try:
+                            out = q.new_empty(N, out_n1, out_n2)
+                        except RuntimeError:  # there may be no memory, which is said there
+                            (out,) = make_outputs(
+                                (
+                                    q,
+                                    k_cache,
+                                    v_cache,
+                                    block_table,
+                                    seq_lens,
+                                    cu_query_lens,
+                                    starts,
+                                    sinks,
+                                    k_scale,
+                                    v_scale,
+                                    max_query_len,
+                                    scale,
+                                    causal,
+                                    window,
+                                    softcap,
+                                    out,
+                                    lse,
+                                )
+                            )
                     q_ptr = q.data_ptr()
                     block_table_ptr = block_table.data_ptr()
                     seq_lens_ptr = seq_lens.data_ptr()
@@ -587,15 +586,19 @@ def make(op):
                         low = out_ptr
                         high = out_end
                         if (
-                            out.numel() != N * out_row
-                            or (q_ptr < high and low < q_ptr + q_rest + N * q_step0)
-                            or (k_cache_ptr < high and low < k_cache_end)
-                            or (v_cache_ptr < high and low < v_cache_end)
+                            out_ptr < 4194304
+                            or out.numel() != N * out_row
+                            or (q_ptr < high and (q_ptr < 4194304 or low < q_ptr + q_rest + N * q_step0))
+                            or (k_cache_ptr < high and (k_cache_ptr < 4194304 or low < k_cache_end))
+                            or (v_cache_ptr < high and (v_cache_ptr < 4194304 or low < v_cache_end))
                             or (
                                 block_table_ptr < high
-                                and low < block_table_ptr + block_table_rest + B * block_table_step0 + W * block_table_step1
+                                and (
+                                    block_table_ptr < 4194304
+                                    or low < block_table_ptr + block_table_rest + B * block_table_step0 + W * block_table_step1
+                                )
                             )
-                            or (seq_lens_ptr < high and low < seq_lens_ptr + seq_lens_rest + B * seq_lens_step0)
+                            or (seq_lens_ptr < high and (seq_lens_ptr < 4194304 or low < seq_lens_ptr + seq_lens_rest + B * seq_lens_step0))
                         ):
                             late = True
                             continue
@@ -606,7 +609,6 @@ def make(op):
                         and q_ptr >= 4194304
                         and block_table_ptr >= 4194304
                         and seq_lens_ptr >= 4194304
-                        and out_ptr >= 4194304
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
                         and (cu_query_lens is not None or N == B)
@@ -638,6 +640,11 @@ def make(op):
                         )
                         return out
                     late = True
+            try:
+                if pools is not None and not pools.guard(k_cache, v_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = (
                 None
                 if mode is None
@@ -826,7 +833,7 @@ def make(op):
                     own_name,
                 )
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif (
@@ -841,36 +848,15 @@ def make(op):
                 and type(max_query_len) is int
             ):
                 made = out is None
-                if made:
-                    (out,) = make_outputs(
-                        (
-                            q,
-                            k_cache,
-                            v_cache,
-                            block_table,
-                            seq_lens,
-                            cu_query_lens,
-                            starts,
-                            sinks,
-                            k_scale,
-                            v_scale,
-                            max_query_len,
-                            scale,
-                            causal,
-                            window,
-                            softcap,
-                            out,
-                            lse,
-                        )
-                    )
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = (
                             plan is not None
-                            and guard(q, block_table, seq_lens, out)
+                            and guard(q, block_table, seq_lens)
                             and static == (type(scale), scale, type(causal), causal, type(window), window, type(softcap), softcap)
+                            and (made or outputs_guard(out))
                         )
                     except TypeError:  # what is no tensor
                         break
@@ -891,6 +877,8 @@ def make(op):
                         seq_lens_mask,
                         seq_lens_step0,
                         seq_lens_rest,
+                        out_n1,
+                        out_n2,
                         out_row,
                         out_step0,
                         out_rest,
@@ -898,6 +886,31 @@ def make(op):
                     B = seq_lens.numel()
                     N, q_n1, q_n2 = q.shape
                     block_table_n0, W = block_table.shape
+                    if made:
+                        try:
+                            out = q.new_empty(N, out_n1, out_n2)
+                        except RuntimeError:  # there may be no memory, which is said there
+                            (out,) = make_outputs(
+                                (
+                                    q,
+                                    k_cache,
+                                    v_cache,
+                                    block_table,
+                                    seq_lens,
+                                    cu_query_lens,
+                                    starts,
+                                    sinks,
+                                    k_scale,
+                                    v_scale,
+                                    max_query_len,
+                                    scale,
+                                    causal,
+                                    window,
+                                    softcap,
+                                    out,
+                                    lse,
+                                )
+                            )
                     q_ptr = q.data_ptr()
                     block_table_ptr = block_table.data_ptr()
                     seq_lens_ptr = seq_lens.data_ptr()
@@ -907,15 +920,19 @@ def make(op):
                         low = out_ptr
                         high = out_end
                         if (
-                            out.numel() != N * out_row
-                            or (q_ptr < high and low < q_ptr + q_rest + N * q_step0)
-                            or (k_cache_ptr < high and low < k_cache_end)
-                            or (v_cache_ptr < high and low < v_cache_end)
+                            out_ptr < 4194304
+                            or out.numel() != N * out_row
+                            or (q_ptr < high and (q_ptr < 4194304 or low < q_ptr + q_rest + N * q_step0))
+                            or (k_cache_ptr < high and (k_cache_ptr < 4194304 or low < k_cache_end))
+                            or (v_cache_ptr < high and (v_cache_ptr < 4194304 or low < v_cache_end))
                             or (
                                 block_table_ptr < high
-                                and low < block_table_ptr + block_table_rest + B * block_table_step0 + W * block_table_step1
+                                and (
+                                    block_table_ptr < 4194304
+                                    or low < block_table_ptr + block_table_rest + B * block_table_step0 + W * block_table_step1
+                                )
                             )
-                            or (seq_lens_ptr < high and low < seq_lens_ptr + seq_lens_rest + B * seq_lens_step0)
+                            or (seq_lens_ptr < high and (seq_lens_ptr < 4194304 or low < seq_lens_ptr + seq_lens_rest + B * seq_lens_step0))
                         ):
                             late = True
                             continue
@@ -926,7 +943,6 @@ def make(op):
                         and q_ptr >= 4194304
                         and block_table_ptr >= 4194304
                         and seq_lens_ptr >= 4194304
-                        and out_ptr >= 4194304
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
                         and (cu_query_lens is not None or N == B)

@@ -67,9 +67,6 @@ def make(op):
                 high = v_cache_end
             if (
                 not lead0
-                or k_ptr < 4194304
-                or v_ptr < 4194304
-                or slot_mapping_ptr < 4194304
                 or k_cache_ptr < 4194304
                 or v_cache_ptr < 4194304
                 or v_n0 != lead0
@@ -82,22 +79,31 @@ def make(op):
                 )
                 or (
                     k_ptr < high
-                    and low < k_end
-                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    and (
+                        k_ptr < 4194304
+                        or low < k_end
+                        and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    )
                 )
                 or (
                     v_ptr < high
-                    and low < v_end
-                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    and (
+                        v_ptr < 4194304
+                        or low < v_end
+                        and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    )
                 )
                 or (
                     slot_mapping_ptr < high
-                    and low < slot_mapping_end
                     and (
-                        slot_mapping_ptr < k_cache_end
-                        and k_cache_ptr < slot_mapping_end
-                        or slot_mapping_ptr < v_cache_end
-                        and v_cache_ptr < slot_mapping_end
+                        slot_mapping_ptr < 4194304
+                        or low < slot_mapping_end
+                        and (
+                            slot_mapping_ptr < k_cache_end
+                            and k_cache_ptr < slot_mapping_end
+                            or slot_mapping_ptr < v_cache_end
+                            and v_cache_ptr < slot_mapping_end
+                        )
                     )
                 )
             ):
@@ -151,6 +157,13 @@ def make(op):
                             slot_mapping_size - 1,
                             slot_mapping_t0 * slot_mapping_size,
                             (1 - slot_mapping_t0) * slot_mapping_size,
+                            max(
+                                (1 + (k_n1 - 1) * k_t1 + (k_n2 - 1) * k_t2 - k_t0) * k_size,
+                                (1 + (v_n1 - 1) * v_t1 + (v_n2 - 1) * v_t2 - v_t0) * v_size,
+                                (1 - slot_mapping_t0) * slot_mapping_size,
+                                0,
+                            ),
+                            max(k_t0 * k_size, v_t0 * v_size, slot_mapping_t0 * slot_mapping_size, 0),
                         )
                         fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale))
                 if fast is not None:
@@ -201,9 +214,6 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or k_ptr < 4194304
-            or v_ptr < 4194304
-            or slot_mapping_ptr < 4194304
             or k_cache_ptr < 4194304
             or v_cache_ptr < 4194304
             or v_n0 != lead0
@@ -218,22 +228,31 @@ def make(op):
             )
             or (
                 k_ptr < high
-                and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and (
+                    k_ptr < 4194304
+                    or low < k_end
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                )
             )
             or (
                 v_ptr < high
-                and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and (
+                    v_ptr < 4194304
+                    or low < v_end
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                )
             )
             or (
                 slot_mapping_ptr < high
-                and low < slot_mapping_end
                 and (
-                    slot_mapping_ptr < k_cache_end
-                    and k_cache_ptr < slot_mapping_end
-                    or slot_mapping_ptr < v_cache_end
-                    and v_cache_ptr < slot_mapping_end
+                    slot_mapping_ptr < 4194304
+                    or low < slot_mapping_end
+                    and (
+                        slot_mapping_ptr < k_cache_end
+                        and k_cache_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_cache_end
+                        and v_cache_ptr < slot_mapping_end
+                    )
                 )
             )
         ):
@@ -294,6 +313,14 @@ def make(op):
                         slot_mapping_t0 * slot_mapping_size,
                         slot_mapping_t1 * slot_mapping_size,
                         (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                        max(
+                            (1 + (k_n2 - 1) * k_t2 + (k_n3 - 1) * k_t3 - k_t0 - k_t1) * k_size,
+                            (1 + (v_n2 - 1) * v_t2 + (v_n3 - 1) * v_t3 - v_t0 - v_t1) * v_size,
+                            (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                            0,
+                        ),
+                        max(k_t0 * k_size, v_t0 * v_size, slot_mapping_t0 * slot_mapping_size, 0),
+                        max(k_t1 * k_size, v_t1 * v_size, slot_mapping_t1 * slot_mapping_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale))
             if fast is not None:
@@ -309,30 +336,26 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)):
                 return trace((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and k_scale is None and v_scale is None:
-                place = pools.places.get(k_cache.data_ptr())
-                if place is None or place[2] != v_cache.data_ptr():
-                    place = pools.place(k_cache, v_cache)
-                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(k, v, slot_mapping)
+                        same = plan is not None and guard(k_cache, v_cache, k, v, slot_mapping)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     if variant == 0:
                         (
                             lead0_least,
@@ -345,49 +368,62 @@ def make(op):
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            reach,
+                            lead0_reach,
                         ) = numbers
                         lead0 = slot_mapping.numel()
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
                         slot_mapping_ptr = slot_mapping.data_ptr()
+                        floor = low - (reach + lead0 * lead0_reach)
                         if (
                             lead0 > lead0_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
-                            and slot_mapping_ptr >= 4194304
                             and k.numel() == lead0 * k_row
                             and v.numel() == lead0 * v_row
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or slot_mapping_ptr & slot_mapping_mask
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + lead0 * k_step0
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                            and not ((k_ptr | v_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + lead0 * k_step0
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + lead0 * v_step0
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + lead0 * v_step0
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    slot_mapping_ptr < high
-                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    and (
-                                        slot_mapping_ptr < k_cache_end
-                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                        or slot_mapping_ptr < v_cache_end
-                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or (
+                                        slot_mapping_ptr < high
+                                        and (
+                                            slot_mapping_ptr < 4194304
+                                            or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            and (
+                                                slot_mapping_ptr < k_cache_end
+                                                and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                                or slot_mapping_ptr < v_cache_end
+                                                and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -413,6 +449,9 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        reach,
+                        lead0_reach,
+                        lead1_reach,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
                     k_n0, k_n1, k_n2, k_n3 = k.shape
@@ -420,49 +459,61 @@ def make(op):
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
+                    floor = low - (reach + lead0 * lead0_reach + lead1 * lead1_reach)
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and k_ptr >= 4194304
-                        and v_ptr >= 4194304
-                        and slot_mapping_ptr >= 4194304
                         and k_n0 == lead0
                         and k_n1 == lead1
                         and v_n0 == lead0
                         and v_n1 == lead1
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                        and not ((k_ptr | v_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        and (
+                            (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                            and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                            and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                            or not (
+                                (
+                                    k_ptr < high
+                                    and (
+                                        k_ptr < 4194304
+                                        or low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                        and (
+                                            k_ptr < k_cache_end
+                                            and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                            or k_ptr < v_cache_end
+                                            and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or (
+                                    v_ptr < high
+                                    and (
+                                        v_ptr < 4194304
+                                        or low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                        and (
+                                            v_ptr < k_cache_end
+                                            and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                            or v_ptr < v_cache_end
+                                            and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                and (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                    or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or (
+                                    slot_mapping_ptr < high
+                                    and (
+                                        slot_mapping_ptr < 4194304
+                                        or low
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        and (
+                                            slot_mapping_ptr < k_cache_end
+                                            and k_cache_ptr
+                                            < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                            or slot_mapping_ptr < v_cache_end
+                                            and v_cache_ptr
+                                            < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        )
+                                    )
                                 )
                             )
                         )
@@ -474,6 +525,11 @@ def make(op):
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
                     late = True
+            try:
+                if pools is not None and not pools.guard(k_cache, v_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
             return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
         except Exception as error:  # free until something is raised
@@ -491,12 +547,12 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)):
                 return trace((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None and k_scale is None and v_scale is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(k, v, slot_mapping)
@@ -517,49 +573,62 @@ def make(op):
                             slot_mapping_mask,
                             slot_mapping_step0,
                             slot_mapping_rest,
+                            reach,
+                            lead0_reach,
                         ) = numbers
                         lead0 = slot_mapping.numel()
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
                         slot_mapping_ptr = slot_mapping.data_ptr()
+                        floor = low - (reach + lead0 * lead0_reach)
                         if (
                             lead0 > lead0_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
-                            and slot_mapping_ptr >= 4194304
                             and k.numel() == lead0 * k_row
                             and v.numel() == lead0 * v_row
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or slot_mapping_ptr & slot_mapping_mask
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + lead0 * k_step0
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                            and not ((k_ptr | v_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + lead0 * k_step0
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + lead0 * v_step0
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + lead0 * v_step0
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    slot_mapping_ptr < high
-                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    and (
-                                        slot_mapping_ptr < k_cache_end
-                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                        or slot_mapping_ptr < v_cache_end
-                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or (
+                                        slot_mapping_ptr < high
+                                        and (
+                                            slot_mapping_ptr < 4194304
+                                            or low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            and (
+                                                slot_mapping_ptr < k_cache_end
+                                                and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                                or slot_mapping_ptr < v_cache_end
+                                                and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -585,6 +654,9 @@ def make(op):
                         slot_mapping_step0,
                         slot_mapping_step1,
                         slot_mapping_rest,
+                        reach,
+                        lead0_reach,
+                        lead1_reach,
                     ) = numbers
                     lead0, lead1 = slot_mapping.shape
                     k_n0, k_n1, k_n2, k_n3 = k.shape
@@ -592,49 +664,61 @@ def make(op):
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
+                    floor = low - (reach + lead0 * lead0_reach + lead1 * lead1_reach)
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and k_ptr >= 4194304
-                        and v_ptr >= 4194304
-                        and slot_mapping_ptr >= 4194304
                         and k_n0 == lead0
                         and k_n1 == lead1
                         and v_n0 == lead0
                         and v_n1 == lead1
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                        and not ((k_ptr | v_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        and (
+                            (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                            and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                            and (slot_mapping_ptr >= high or 4194304 <= slot_mapping_ptr <= floor)
+                            or not (
+                                (
+                                    k_ptr < high
+                                    and (
+                                        k_ptr < 4194304
+                                        or low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                        and (
+                                            k_ptr < k_cache_end
+                                            and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                            or k_ptr < v_cache_end
+                                            and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or (
+                                    v_ptr < high
+                                    and (
+                                        v_ptr < 4194304
+                                        or low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                        and (
+                                            v_ptr < k_cache_end
+                                            and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                            or v_ptr < v_cache_end
+                                            and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                and (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                    or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or (
+                                    slot_mapping_ptr < high
+                                    and (
+                                        slot_mapping_ptr < 4194304
+                                        or low
+                                        < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        and (
+                                            slot_mapping_ptr < k_cache_end
+                                            and k_cache_ptr
+                                            < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                            or slot_mapping_ptr < v_cache_end
+                                            and v_cache_ptr
+                                            < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                        )
+                                    )
                                 )
                             )
                         )

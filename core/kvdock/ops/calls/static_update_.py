@@ -64,9 +64,6 @@ def make(op):
             if (
                 not b
                 or not s
-                or k_ptr < 4194304
-                or v_ptr < 4194304
-                or cache_lengths_ptr < 4194304
                 or k_cache_ptr < 4194304
                 or v_cache_ptr < 4194304
                 or v_n0 != b
@@ -80,22 +77,31 @@ def make(op):
                 )
                 or (
                     k_ptr < high
-                    and low < k_end
-                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    and (
+                        k_ptr < 4194304
+                        or low < k_end
+                        and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    )
                 )
                 or (
                     v_ptr < high
-                    and low < v_end
-                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    and (
+                        v_ptr < 4194304
+                        or low < v_end
+                        and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    )
                 )
                 or (
                     cache_lengths_ptr < high
-                    and low < cache_lengths_end
                     and (
-                        cache_lengths_ptr < k_cache_end
-                        and k_cache_ptr < cache_lengths_end
-                        or cache_lengths_ptr < v_cache_end
-                        and v_cache_ptr < cache_lengths_end
+                        cache_lengths_ptr < 4194304
+                        or low < cache_lengths_end
+                        and (
+                            cache_lengths_ptr < k_cache_end
+                            and k_cache_ptr < cache_lengths_end
+                            or cache_lengths_ptr < v_cache_end
+                            and v_cache_ptr < cache_lengths_end
+                        )
                     )
                 )
             ):
@@ -143,6 +149,14 @@ def make(op):
                             (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
                             cache_lengths_size - 1,
                             (1) * cache_lengths_size,
+                            max(
+                                (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                                (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                                (1) * cache_lengths_size,
+                                0,
+                            ),
+                            max(k_t0 * k_size, v_t0 * v_size, 0),
+                            max(k_t2 * k_size, v_t2 * v_size, 0),
                         )
                         fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
                 if fast is not None:
@@ -192,9 +206,6 @@ def make(op):
             not b
             or not s
             or not n
-            or k_ptr < 4194304
-            or v_ptr < 4194304
-            or cache_lengths_ptr < 4194304
             or k_cache_ptr < 4194304
             or v_cache_ptr < 4194304
             or v_n0 != b
@@ -209,22 +220,31 @@ def make(op):
             )
             or (
                 k_ptr < high
-                and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and (
+                    k_ptr < 4194304
+                    or low < k_end
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                )
             )
             or (
                 v_ptr < high
-                and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and (
+                    v_ptr < 4194304
+                    or low < v_end
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                )
             )
             or (
                 cache_lengths_ptr < high
-                and low < cache_lengths_end
                 and (
-                    cache_lengths_ptr < k_cache_end
-                    and k_cache_ptr < cache_lengths_end
-                    or cache_lengths_ptr < v_cache_end
-                    and v_cache_ptr < cache_lengths_end
+                    cache_lengths_ptr < 4194304
+                    or low < cache_lengths_end
+                    and (
+                        cache_lengths_ptr < k_cache_end
+                        and k_cache_ptr < cache_lengths_end
+                        or cache_lengths_ptr < v_cache_end
+                        and v_cache_ptr < cache_lengths_end
+                    )
                 )
             )
         ):
@@ -275,6 +295,15 @@ def make(op):
                         cache_lengths_size - 1,
                         cache_lengths_t0 * cache_lengths_size,
                         (1 - cache_lengths_t0) * cache_lengths_size,
+                        max(
+                            (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                            (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                            (1 - cache_lengths_t0) * cache_lengths_size,
+                            0,
+                        ),
+                        max(k_t0 * k_size, v_t0 * v_size, 0),
+                        max(k_t2 * k_size, v_t2 * v_size, 0),
+                        max(cache_lengths_t0 * cache_lengths_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
             if fast is not None:
@@ -332,8 +361,6 @@ def make(op):
         if (
             not b
             or not s
-            or k_ptr < 4194304
-            or v_ptr < 4194304
             or k_cache_ptr < 4194304
             or v_cache_ptr < 4194304
             or v_n0 != b
@@ -346,13 +373,19 @@ def make(op):
             )
             or (
                 k_ptr < high
-                and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and (
+                    k_ptr < 4194304
+                    or low < k_end
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                )
             )
             or (
                 v_ptr < high
-                and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and (
+                    v_ptr < 4194304
+                    or low < v_end
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                )
             )
         ):
             return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
@@ -388,6 +421,13 @@ def make(op):
                         v_t0 * v_size,
                         v_t2 * v_size,
                         (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                        max(
+                            (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                            (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                            0,
+                        ),
+                        max(k_t0 * k_size, v_t0 * v_size, 0),
+                        max(k_t2 * k_size, v_t2 * v_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
             if fast is not None:
@@ -404,62 +444,67 @@ def make(op):
                 return trace((k_cache, v_cache, k, v, cache_lengths), None)
             mode = get_mode()
             if type(cache_lengths) is int:
-                epoch, generation, guard, pools, fast_calls = recent.state1
-                try:
-                    known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-                except TypeError:  # what is no tensor
-                    known = False
-                if not known:
+                epoch, generation, pools, fast_calls = recent.state1
+                if not (epoch == chooser.epoch and generation == settings.generation):
                     pools = None
                 elif fast_calls and mode is None:
-                    place = pools.places.get(k_cache.data_ptr())
-                    if place is None or place[2] != v_cache.data_ptr():
-                        place = pools.place(k_cache, v_cache)
-                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                    if not plain:
-                        fast_calls = ()  # the body finds out more
                     late = False
-                    for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                         plan = entry.value  # held until it has run, whatever becomes of the entry
                         try:
-                            same = plan is not None and guard(k, v)
+                            same = plan is not None and guard(k_cache, v_cache, k, v)
                         except TypeError:  # what is no tensor
                             break
                         if not same:
                             late = True
                             continue
-                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                        place = pools.places.get(k_cache.data_ptr())
+                        if place is None or place[2] != v_cache.data_ptr():
+                            place = pools.place(k_cache, v_cache)
+                        k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                        if not plain:
+                            break  # the body finds out more
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, reach, b_reach, s_reach = numbers
                         b, k_n1, s, k_n3 = k.shape
                         v_n0, v_n1, v_n2, v_n3 = v.shape
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
+                        floor = low - (reach + b * b_reach + s * s_reach)
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and not ((k_ptr | v_ptr) & 15)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -472,80 +517,104 @@ def make(op):
                                 return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
                             return plan.run(k_cache, v_cache, k, v, cache_lengths)
                         late = True
+                try:
+                    if pools is not None and not pools.guard(k_cache, v_cache):
+                        pools = None
+                except TypeError:  # what is no tensor
+                    pools = None
                 named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
                 return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
-                place = pools.places.get(k_cache.data_ptr())
-                if place is None or place[2] != v_cache.data_ptr():
-                    place = pools.place(k_cache, v_cache)
-                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(k, v, cache_lengths)
+                        same = plan is not None and guard(k_cache, v_cache, k, v, cache_lengths)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
                     if variant == 1:
-                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = (
-                            numbers
-                        )
+                        (
+                            b_least,
+                            s_least,
+                            k_step0,
+                            k_step2,
+                            k_rest,
+                            v_step0,
+                            v_step2,
+                            v_rest,
+                            cache_lengths_mask,
+                            cache_lengths_rest,
+                            reach,
+                            b_reach,
+                            s_reach,
+                        ) = numbers
                         b, k_n1, s, k_n3 = k.shape
                         v_n0, v_n1, v_n2, v_n3 = v.shape
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
                         cache_lengths_ptr = cache_lengths.data_ptr()
+                        floor = low - (reach + b * b_reach + s * s_reach)
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
-                            and cache_lengths_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or cache_lengths_ptr & cache_lengths_mask
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and not ((k_ptr | v_ptr) & 15 or cache_lengths_ptr & cache_lengths_mask)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                and (cache_lengths_ptr >= high or 4194304 <= cache_lengths_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    cache_lengths_ptr < high
-                                    and low < cache_lengths_ptr + cache_lengths_rest
-                                    and (
-                                        cache_lengths_ptr < k_cache_end
-                                        and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
-                                        or cache_lengths_ptr < v_cache_end
-                                        and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or (
+                                        cache_lengths_ptr < high
+                                        and (
+                                            cache_lengths_ptr < 4194304
+                                            or low < cache_lengths_ptr + cache_lengths_rest
+                                            and (
+                                                cache_lengths_ptr < k_cache_end
+                                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                                or cache_lengths_ptr < v_cache_end
+                                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -572,6 +641,10 @@ def make(op):
                         cache_lengths_mask,
                         cache_lengths_step0,
                         cache_lengths_rest,
+                        reach,
+                        b_reach,
+                        s_reach,
+                        n_reach,
                     ) = numbers
                     n = cache_lengths.numel()
                     b, k_n1, s, k_n3 = k.shape
@@ -579,46 +652,57 @@ def make(op):
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     cache_lengths_ptr = cache_lengths.data_ptr()
+                    floor = low - (reach + b * b_reach + s * s_reach + n * n_reach)
                     if (
                         b > b_least
                         and s > s_least
                         and n > n_least
-                        and k_ptr >= 4194304
-                        and v_ptr >= 4194304
-                        and cache_lengths_ptr >= 4194304
                         and v_n0 == b
                         and v_n2 == s
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or cache_lengths_ptr & cache_lengths_mask
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                        and not ((k_ptr | v_ptr) & 15 or cache_lengths_ptr & cache_lengths_mask)
+                        and (
+                            (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                            and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                            and (cache_lengths_ptr >= high or 4194304 <= cache_lengths_ptr <= floor)
+                            or not (
+                                (
+                                    k_ptr < high
+                                    and (
+                                        k_ptr < 4194304
+                                        or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        and (
+                                            k_ptr < k_cache_end
+                                            and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            or k_ptr < v_cache_end
+                                            and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or (
+                                    v_ptr < high
+                                    and (
+                                        v_ptr < 4194304
+                                        or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        and (
+                                            v_ptr < k_cache_end
+                                            and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            or v_ptr < v_cache_end
+                                            and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                cache_lengths_ptr < high
-                                and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                and (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                    or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or (
+                                    cache_lengths_ptr < high
+                                    and (
+                                        cache_lengths_ptr < 4194304
+                                        or low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                        and (
+                                            cache_lengths_ptr < k_cache_end
+                                            and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                            or cache_lengths_ptr < v_cache_end
+                                            and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                        )
+                                    )
                                 )
                             )
                         )
@@ -632,6 +716,11 @@ def make(op):
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
                     late = True
+            try:
+                if pools is not None and not pools.guard(k_cache, v_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
             return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
         except Exception as error:  # free until something is raised
@@ -650,12 +739,12 @@ def make(op):
                 return trace((k_cache, v_cache, k, v, cache_lengths), own_name)
             mode = get_mode()
             if type(cache_lengths) is int:
-                epoch, generation, guard, pools, fast_calls = recent.state1
+                epoch, generation, pools, fast_calls = recent.state1
                 if not (epoch == chooser.epoch and generation == settings.generation):
                     pools = None
                 elif fast_calls and mode is None:
                     late = False
-                    for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                         plan = entry.value  # held until it has run, whatever becomes of the entry
                         try:
                             same = plan is not None and guard(k, v)
@@ -664,38 +753,47 @@ def make(op):
                         if not same:
                             late = True
                             continue
-                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, reach, b_reach, s_reach = numbers
                         b, k_n1, s, k_n3 = k.shape
                         v_n0, v_n1, v_n2, v_n3 = v.shape
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
+                        floor = low - (reach + b * b_reach + s * s_reach)
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and not ((k_ptr | v_ptr) & 15)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -710,12 +808,12 @@ def make(op):
                         late = True
                 named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
                 return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(k, v, cache_lengths)
@@ -725,53 +823,76 @@ def make(op):
                         late = True
                         continue
                     if variant == 1:
-                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = (
-                            numbers
-                        )
+                        (
+                            b_least,
+                            s_least,
+                            k_step0,
+                            k_step2,
+                            k_rest,
+                            v_step0,
+                            v_step2,
+                            v_rest,
+                            cache_lengths_mask,
+                            cache_lengths_rest,
+                            reach,
+                            b_reach,
+                            s_reach,
+                        ) = numbers
                         b, k_n1, s, k_n3 = k.shape
                         v_n0, v_n1, v_n2, v_n3 = v.shape
                         k_ptr = k.data_ptr()
                         v_ptr = v.data_ptr()
                         cache_lengths_ptr = cache_lengths.data_ptr()
+                        floor = low - (reach + b * b_reach + s * s_reach)
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr >= 4194304
-                            and v_ptr >= 4194304
-                            and cache_lengths_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
-                            and not (
-                                (k_ptr | v_ptr) & 15
-                                or cache_lengths_ptr & cache_lengths_mask
-                                or (
-                                    k_ptr < high
-                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    and (
-                                        k_ptr < k_cache_end
-                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                        or k_ptr < v_cache_end
-                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and not ((k_ptr | v_ptr) & 15 or cache_lengths_ptr & cache_lengths_mask)
+                            and (
+                                (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                                and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                                and (cache_lengths_ptr >= high or 4194304 <= cache_lengths_ptr <= floor)
+                                or not (
+                                    (
+                                        k_ptr < high
+                                        and (
+                                            k_ptr < 4194304
+                                            or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            and (
+                                                k_ptr < k_cache_end
+                                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                                or k_ptr < v_cache_end
+                                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    v_ptr < high
-                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    and (
-                                        v_ptr < k_cache_end
-                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                        or v_ptr < v_cache_end
-                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or (
+                                        v_ptr < high
+                                        and (
+                                            v_ptr < 4194304
+                                            or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            and (
+                                                v_ptr < k_cache_end
+                                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                                or v_ptr < v_cache_end
+                                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            )
+                                        )
                                     )
-                                )
-                                or (
-                                    cache_lengths_ptr < high
-                                    and low < cache_lengths_ptr + cache_lengths_rest
-                                    and (
-                                        cache_lengths_ptr < k_cache_end
-                                        and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
-                                        or cache_lengths_ptr < v_cache_end
-                                        and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or (
+                                        cache_lengths_ptr < high
+                                        and (
+                                            cache_lengths_ptr < 4194304
+                                            or low < cache_lengths_ptr + cache_lengths_rest
+                                            and (
+                                                cache_lengths_ptr < k_cache_end
+                                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                                or cache_lengths_ptr < v_cache_end
+                                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                            )
+                                        )
                                     )
                                 )
                             )
@@ -798,6 +919,10 @@ def make(op):
                         cache_lengths_mask,
                         cache_lengths_step0,
                         cache_lengths_rest,
+                        reach,
+                        b_reach,
+                        s_reach,
+                        n_reach,
                     ) = numbers
                     n = cache_lengths.numel()
                     b, k_n1, s, k_n3 = k.shape
@@ -805,46 +930,57 @@ def make(op):
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     cache_lengths_ptr = cache_lengths.data_ptr()
+                    floor = low - (reach + b * b_reach + s * s_reach + n * n_reach)
                     if (
                         b > b_least
                         and s > s_least
                         and n > n_least
-                        and k_ptr >= 4194304
-                        and v_ptr >= 4194304
-                        and cache_lengths_ptr >= 4194304
                         and v_n0 == b
                         and v_n2 == s
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or cache_lengths_ptr & cache_lengths_mask
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                        and not ((k_ptr | v_ptr) & 15 or cache_lengths_ptr & cache_lengths_mask)
+                        and (
+                            (k_ptr >= high or 4194304 <= k_ptr <= floor)
+                            and (v_ptr >= high or 4194304 <= v_ptr <= floor)
+                            and (cache_lengths_ptr >= high or 4194304 <= cache_lengths_ptr <= floor)
+                            or not (
+                                (
+                                    k_ptr < high
+                                    and (
+                                        k_ptr < 4194304
+                                        or low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        and (
+                                            k_ptr < k_cache_end
+                                            and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                            or k_ptr < v_cache_end
+                                            and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or (
+                                    v_ptr < high
+                                    and (
+                                        v_ptr < 4194304
+                                        or low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        and (
+                                            v_ptr < k_cache_end
+                                            and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                            or v_ptr < v_cache_end
+                                            and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        )
+                                    )
                                 )
-                            )
-                            or (
-                                cache_lengths_ptr < high
-                                and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                and (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                    or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or (
+                                    cache_lengths_ptr < high
+                                    and (
+                                        cache_lengths_ptr < 4194304
+                                        or low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                        and (
+                                            cache_lengths_ptr < k_cache_end
+                                            and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                            or cache_lengths_ptr < v_cache_end
+                                            and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                        )
+                                    )
                                 )
                             )
                         )

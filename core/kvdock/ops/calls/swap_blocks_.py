@@ -41,11 +41,9 @@ def make(op):
         high = dst_cache_end
         if (
             not N
-            or block_pairs_ptr < 4194304
-            or src_cache_ptr < 4194304
             or dst_cache_ptr < 4194304
-            or (src_cache_ptr < high and low < src_cache_end)
-            or (block_pairs_ptr < high and low < block_pairs_end)
+            or (src_cache_ptr < high and (src_cache_ptr < 4194304 or low < src_cache_end))
+            or (block_pairs_ptr < high and (block_pairs_ptr < 4194304 or low < block_pairs_end))
         ):
             return slow((src_cache, dst_cache, block_pairs), named, pools)
         is_full = not ((src_cache_ptr | dst_cache_ptr) & 15 or block_pairs_bits & (block_pairs_full - 1))
@@ -75,6 +73,8 @@ def make(op):
                         block_pairs_n1,
                         block_pairs_t0 * block_pairs_size,
                         (1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size,
+                        max((1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size, 0),
+                        max(block_pairs_t0 * block_pairs_size, 0),
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (src_cache, dst_cache, block_pairs))
             if fast is not None:
@@ -90,40 +90,42 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((src_cache, dst_cache, block_pairs)):
                 return trace((src_cache, dst_cache, block_pairs), None)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
-            try:
-                known = epoch == chooser.epoch and generation == settings.generation and guard(src_cache, dst_cache)
-            except TypeError:  # what is no tensor
-                known = False
-            if not known:
+            epoch, generation, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
-                place = pools.places.get(src_cache.data_ptr())
-                if place is None or place[2] != dst_cache.data_ptr():
-                    place = pools.place(src_cache, dst_cache)
-                src_cache_ptr, src_cache_end, dst_cache_ptr, dst_cache_end, low, high, plain = place
-                if not plain:
-                    fast_calls = ()  # the body finds out more
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(block_pairs)
+                        same = plan is not None and guard(src_cache, dst_cache, block_pairs)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
-                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    place = pools.places.get(src_cache.data_ptr())
+                    if place is None or place[2] != dst_cache.data_ptr():
+                        place = pools.place(src_cache, dst_cache)
+                    src_cache_ptr, src_cache_end, dst_cache_ptr, dst_cache_end, low, high, plain = place
+                    if not plain:
+                        break  # the body finds out more
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest, reach, N_reach = numbers
                     N, block_pairs_n1 = block_pairs.shape
                     block_pairs_ptr = block_pairs.data_ptr()
+                    floor = low - (reach + N * N_reach)
                     if (
                         N > N_least
-                        and block_pairs_ptr >= 4194304
-                        and not (
-                            (block_pairs_ptr) & 15
-                            or (src_cache_ptr < high and low < src_cache_end)
-                            or (block_pairs_ptr < high and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                        and not ((block_pairs_ptr) & 15)
+                        and (
+                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            or not (
+                                (src_cache_ptr < high and (src_cache_ptr < 4194304 or low < src_cache_end))
+                                or (
+                                    block_pairs_ptr < high
+                                    and (block_pairs_ptr < 4194304 or low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                                )
+                            )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1
@@ -133,6 +135,11 @@ def make(op):
                             return launch(src_cache_ptr, dst_cache_ptr, block_pairs_ptr, N)
                         return plan.run(src_cache, dst_cache, block_pairs)
                     late = True
+            try:
+                if pools is not None and not pools.guard(src_cache, dst_cache):
+                    pools = None
+            except TypeError:  # what is no tensor
+                pools = None
             named = None if mode is None else enter(mode, (src_cache, dst_cache, block_pairs), None)
             return body0(recent, pools, src_cache, dst_cache, block_pairs, named)
         except Exception as error:  # free until something is raised
@@ -150,12 +157,12 @@ def make(op):
             if recording._is_fx_tracing_flag and is_intercepted((src_cache, dst_cache, block_pairs)):
                 return trace((src_cache, dst_cache, block_pairs), own_name)
             mode = get_mode()
-            epoch, generation, guard, pools, fast_calls = recent.state0
+            epoch, generation, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
                 late = False
-                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
                         same = plan is not None and guard(block_pairs)
@@ -164,16 +171,22 @@ def make(op):
                     if not same:
                         late = True
                         continue
-                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest, reach, N_reach = numbers
                     N, block_pairs_n1 = block_pairs.shape
                     block_pairs_ptr = block_pairs.data_ptr()
+                    floor = low - (reach + N * N_reach)
                     if (
                         N > N_least
-                        and block_pairs_ptr >= 4194304
-                        and not (
-                            (block_pairs_ptr) & 15
-                            or (src_cache_ptr < high and low < src_cache_end)
-                            or (block_pairs_ptr < high and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                        and not ((block_pairs_ptr) & 15)
+                        and (
+                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            or not (
+                                (src_cache_ptr < high and (src_cache_ptr < 4194304 or low < src_cache_end))
+                                or (
+                                    block_pairs_ptr < high
+                                    and (block_pairs_ptr < 4194304 or low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                                )
+                            )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1

@@ -67,9 +67,11 @@ class VariantSource:
         self.words = list(dict.fromkeys(dim.name for name in self.rest for dim in variant.dims[name] if dim.runtime))
         self.optional = [arg.name for arg in schema.args if arg.optional and arg.role in (Role.TENSOR, Role.MUTATED)]
         self.returned = [arg.name for arg in schema.args if arg.returned]
+        self.given = [name for name in self.rest if name not in self.returned]
         self.values = tuple_of(schema.arg_names)
         self.rows = [name for name in self.rest if not all(dim.runtime for dim in variant.dims[name][-1:])]  # the innermost is static
         self.runtime = {name: [(i, dim) for i, dim in enumerate(variant.dims[name]) if dim.runtime] for name in self.rest}
+        self.only_pools_written = bool(self.mutated and self.rest) and not self.outputs
         self.group = int(variant.pivot_rank == HOST_INT_RANK)  # their calls are remembered apart
 
     # Names
@@ -99,7 +101,7 @@ class VariantSource:
         return found
 
     def overlap(self, ends: dict[str, str]) -> list[str]:
-        """Write which sources may lie in what is written: one comparison with the range of all of that is enough for most.
+        """Write which sources may lie in what is written, or nowhere: one comparison with the range of all of that is enough for most.
 
         Args:
             ends: the expression for the end of a source, where it is not known yet: it is worked out when it matters.
@@ -109,9 +111,9 @@ class VariantSource:
             if source in self.mutated:
                 continue
             end = ends.get(source, f"{source}_end")
-            near = f"{source}_ptr < high and low < {end}"
             pairs = " or ".join(f"{source}_ptr < {target}_end and {target}_ptr < {end}" for target in self.mutated)
-            found.append(near if len(self.mutated) == 1 else f"{near} and ({pairs})")
+            inside = f"low < {end}" if len(self.mutated) == 1 else f"low < {end} and ({pairs})"
+            found.append(f"{source}_ptr < high and ({source}_ptr < {LOWEST} or {inside})")
         return found
 
     # The quick call
@@ -120,17 +122,24 @@ class VariantSource:
     def fast_numbers(self) -> list[tuple[str, str]]:
         """List what is settled of a `FastCall`: the name it is unpacked to, and how the body writes it."""
         found = [(f"{word}_least", f"int({word} > 1)") for word in self.words]  # 1 is a pattern of its own: see `body_lines`
+        reach: dict[str, list[str]] = {"reach": [], **{f"{word}_reach": [] for word in self.words}}
         for name in self.rest:
             dims, size = self.variant.dims[name], f"{name}_size"
             static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
             if name not in self.rows:
                 found.append((f"{name}_mask", f"{size} - 1"))
+            found += [(each, each) for each in static if name in self.returned]
             if static and len(self.runtime[name]) == 1:  # see `_fast_sizes`
                 found.append((f"{name}_row", " * ".join(static)))
-            found += [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime[name]]
             spans = [f"({name}_n{i} - 1) * {name}_t{i}" for i, dim in enumerate(dims) if not dim.runtime]
             ends = [f"- {name}_t{i}" for i, _ in self.runtime[name]]
-            found.append((f"{name}_rest", f"({' '.join([' + '.join(['1', *spans]), *ends])}) * {size}"))
+            numbers = [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime[name]]
+            numbers.append((f"{name}_rest", f"({' '.join([' + '.join(['1', *spans]), *ends])}) * {size}"))
+            for key, (_, expression) in zip([*(f"{dim.name}_reach" for _, dim in self.runtime[name]), "reach"], numbers, strict=True):
+                reach[key].append(expression)
+            found += numbers
+        if self.only_pools_written:
+            found += [(key, f"max({', '.join(each)}, 0)") for key, each in reach.items()]
         return found
 
     def fast_lines(self) -> Iterator[str]:
@@ -138,21 +147,27 @@ class VariantSource:
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
             yield f"{names_of(numbers)} = numbers"
-        conditions = [*(f"{word} > {word}_least" for word in self.words), *(f"{name}_ptr >= {LOWEST}" for name in self.rest)]
-        given = [name for name in self.rest if name not in self.outputs]
-        yield from self._fast_sizes(given, conditions)
+        conditions = [f"{word} > {word}_least" for word in self.words]
+        conditions += [f"{name}_ptr >= {LOWEST}" for name in self.given if not self.only_pools_written]  # else see `overlap`
+        yield from self._fast_sizes([name for name in self.rest if name not in self.outputs], conditions)
         ends = {}
         for name in self.rest:
             steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime[name]]
             ends[name] = f"{name}_ptr + {name}_rest{''.join(steps)}"
-            yield f"{name}_ptr = {name}.data_ptr()"
+        if self.returned:
+            yield from self._make_outputs()
+        yield from (f"{name}_ptr = {name}.data_ptr()" for name in self.rest)
         if self.outputs:
-            yield from self._fast_outputs(ends)
+            yield from self._check_outputs(ends)
         rows = [f"{name}_ptr" for name in self.rows]
         refused = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
         refused += [f"{name}_ptr & {name}_mask" for name in self.rest if name not in self.rows]
-        refused += [] if self.outputs else self.overlap(ends)
         conditions += [f"not ({' or '.join(alone(check) for check in refused)})"] if refused else []
+        if self.only_pools_written:  # below all of them, or above, is where nearly everything lies
+            yield " + ".join(["floor = low - (reach", *(f"{word} * {word}_reach" for word in self.words)]) + ")"
+            beside = " and ".join(f"({name}_ptr >= high or {LOWEST} <= {name}_ptr <= floor)" for name in self.rest)
+            overlap = " or ".join(alone(check) for check in self.overlap(ends))
+            conditions.append(f"({beside} or not ({overlap}))")
         conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
         yield "    entry.used = cache.clock = cache.clock + 1"
@@ -161,7 +176,17 @@ class VariantSource:
         yield from (f"        {line}" for line in self.finish(f"launch({self.launch_args})"))
         yield from (f"    {line}" for line in self.finish(f"plan.run({', '.join(self.schema.arg_names)})"))
 
-    def _fast_outputs(self, ends: dict[str, str]) -> Iterator[str]:
+    def _make_outputs(self) -> Iterator[str]:
+        """Write how absent outputs are made: the guard has settled all their sizes but those that were just read."""
+        yield "if made:"
+        yield "    try:"
+        for name in self.returned:  # sizes one by one: half the price of a tuple
+            sizes = (dim.name if dim.runtime else f"{name}_n{i}" for i, dim in enumerate(self.variant.dims[name]))
+            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join(sizes)})"
+        yield "    except RuntimeError:  # there may be no memory, which is said there"
+        yield f"        {names_of(self.returned)} = make_outputs({self.values})"
+
+    def _check_outputs(self, ends: dict[str, str]) -> Iterator[str]:
         """Check where outputs lie, and their sizes. Those that the call has made are as they should be: new, and nobody else's."""
         sizes = list[str]()
         known = [dim.name for name in self.rest if name not in self.outputs for dim in self.variant.dims[name]]
@@ -169,8 +194,9 @@ class VariantSource:
         lines += self.range_lines(self.mutated)
         pairs = [pair for pair in itertools.combinations(self.mutated, 2) if {*pair} - {*self.pools}]
         shared = [*(f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in pairs), *self.overlap(ends)]
-        wrong = [alone(check) for check in [*(size.replace("==", "!=") for size in sizes), *shared]]
-        lines += [f"if {' or '.join(wrong)}:", "    late = True", "    continue"] if wrong else []
+        low = [f"{name}_ptr < {LOWEST}" for name in self.outputs]
+        wrong = [alone(check) for check in [*low, *(size.replace("==", "!=") for size in sizes), *shared]]
+        lines += [f"if {' or '.join(wrong)}:", "    late = True", "    continue"]
         is_made = {*self.outputs} == {*self.returned}
         yield from ["if not made:", *(f"    {line}" for line in lines)] if is_made else lines
 
@@ -216,7 +242,7 @@ class VariantSource:
         if names:
             yield f"{names_of(names)} = signature.numbers"
         doubts, bound = [f"not {word}" for word in self.words], set[str]()
-        doubts += [f"{name}_ptr < {LOWEST}" for name in (*self.rest, *self.pools)]
+        doubts += [f"{name}_ptr < {LOWEST}" for name in (*self.rest, *self.pools) if name in self.mutated or not self.mutated]
         for name in self.rest:
             yield from self._read(name, doubts, bound)
         if self.pools:

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.calls.variant import VariantSource, indented, names_of, pivot_of, tuple_of, variants_of
-from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role
+from kvdock.ops.schema import OpSchema, Role
 
 __all__ = ["compile_source", "source_of"]
 
@@ -48,9 +48,9 @@ def make(op):
 _OWN_NAMES = frozenset(
     """
     backend blame body0 body1 bound bound_call cache call chooser classes count dispatcher EMPTY enter entry epoch error Exception fast
-    fast_calls FastCall find generation get_mode getattr guard has_internal_overlap high int is_compiling is_full is_intercepted key known
-    late launch low made make make_outputs mode more named numbers op own_name place plain plan pools prepare rank recent recording same
-    RuntimeError schema settings signature size0 size1 slow static strides trace type TypeError variant
+    fast_calls FastCall find floor generation get_mode guard has_internal_overlap high int is_compiling is_full is_intercepted key known
+    late launch low made make make_outputs max mode more named numbers op outputs_guard own_name place plain plan pools prepare reach
+    recent recording RuntimeError same schema settings signature slow static strides trace type TypeError variant
     """.split()  # noqa: SIM905 - a list would be one name to a line
 )
 """What the code of every op calls its own things, and what every op has in `torch.ops`."""
@@ -65,7 +65,7 @@ def _check_names(schema: OpSchema) -> None:
     names = [*schema.arg_names, *words]
     for name in names:
         is_free = name.isidentifier() and not keyword.iskeyword(name) and name not in _OWN_NAMES and names.count(name) == 1
-        derived = [*(f"{arg}_{_DERIVED}" for arg in schema.arg_names), *(f"{word}_least" for word in words)]
+        derived = [*(f"{arg}_{_DERIVED}" for arg in schema.arg_names), *(f"{word}_(least|reach)" for word in words)]
         if not is_free or any(re.fullmatch(pattern, name) for pattern in derived):
             raise ArgumentValueError(
                 f"OpSchema {schema.name}: {name}",
@@ -108,32 +108,7 @@ class _Module:
         yield f"    place = pools.place({', '.join(self.pools)})"
         yield f"{names_of([*self.place, 'plain'])} = place"
         yield "if not plain:"
-        yield "    fast_calls = ()  # the body finds out more"
-
-    def _made_outputs(self) -> Iterator[str]:
-        """Write how absent outputs are made where they have the leading sizes of an index, and else those of pools."""
-        if not self.returned:
-            return
-        yield f"made = {' and '.join(f'{name} is None' for name in self.returned)}"
-        yield "if made:"
-        leading = next((arg.name for arg in self.schema.args if arg.dims == ("...",) and not arg.optional), None)
-        words = {word for arg in self.schema.static_args for word in arg.dims[0].split()}
-        lines = [arg.dims[0].split() for arg in self.schema.args if arg.returned]
-        if leading is None or not all(line[0] == "..." and line[1:] and words.issuperset(line[1:]) for line in lines):
-            yield f"    {names_of(self.returned)} = make_outputs({self.values})"
-            return
-        sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
-        yield f"    {names_of(size for each in sizes.values() for size in each)} = pools.output_sizes"
-        yield f"    rank = getattr({leading}, 'ndim', None)"
-        yield "    try:"
-        for number, rank in enumerate(LEAD_RANKS):
-            lead = [f"size{i}" for i in range(rank)]
-            yield f"        {'elif' if number else 'if'} rank == {rank}:"
-            yield f"            {names_of(lead)} = {leading}.shape" if rank > 1 else f"            size0 = {leading}.numel()"
-            for name, each in sizes.items():  # sizes one by one: half the price of a tuple
-                yield f"            {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
-        yield "    except RuntimeError:  # there may be no memory, which is said there"
-        yield f"        {names_of(self.returned)} = make_outputs({self.values})"
+        yield "    break  # the body finds out more"
 
     @property
     def _static(self) -> str:
@@ -212,34 +187,29 @@ class _Module:
     def _fast(self, group: int, is_bound: bool) -> Iterator[str]:
         """Write the attempts to serve a call like earlier ones."""
         sources, pools = self.groups[group], [] if is_bound else self.pools
-        yield f"epoch, generation, guard, pools, fast_calls = recent.state{group}"
-        current = "epoch == chooser.epoch and generation == settings.generation"
-        if pools:
-            yield "try:"
-            yield f"    known = {current} and guard({', '.join(pools)})"
-            yield "except TypeError:  # what is no tensor"
-            yield "    known = False"
-            yield "if not known:"
-        else:
-            yield f"if not ({current}):"
+        yield f"epoch, generation, pools, fast_calls = recent.state{group}"
+        yield "if not (epoch == chooser.epoch and generation == settings.generation):"
         yield "    pools = None"
         conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in self.optional)]
         conditions += [f"type({name}) is int" for name in self.ints]
         yield f"elif {' and '.join(conditions)}:"
-        if pools:
-            yield from indented(self._place_lines(), 1)
-        yield from indented(self._made_outputs(), 1)
+        if self.returned:
+            yield f"    made = {' and '.join(f'{name} is None' for name in self.returned)}"
         yield "    late = False"
-        yield "    for guard, variant, entry, cache, static, launch, numbers in fast_calls:"
+        yield "    for guard, entry, launch, cache, variant, static, numbers, outputs_guard in fast_calls:"
         yield "        plan = entry.value  # held until it has run, whatever becomes of the entry"
         yield "        try:"
-        static = f" and static == {self._static}" if self._static != "()" else ""
-        yield f"            same = plan is not None and guard({', '.join(sources[0].rest)}){static}"
+        same = ["plan is not None", f"guard({', '.join([*pools, *sources[0].given])})"]
+        same += [f"static == {self._static}"] if self._static != "()" else []
+        same += [f"(made or outputs_guard({', '.join(self.returned)}))"] if self.returned else []
+        yield f"            same = {' and '.join(same)}"
         yield "        except TypeError:  # what is no tensor"
         yield "            break"
         yield "        if not same:"
         yield "            late = True"
         yield "            continue"
+        if pools:
+            yield from indented(self._place_lines(), 2)
         for source in sources[:-1]:
             yield f"        if variant == {source.variant.number}:"
             yield from indented(source.fast_lines(), 3)
@@ -247,6 +217,11 @@ class _Module:
             yield "            continue"
         yield from indented(sources[-1].fast_lines(), 2)
         yield "        late = True"
+        if pools:
+            yield "try:"
+            yield f"    if pools is not None and not pools.guard({', '.join(pools)}): pools = None"
+            yield "except TypeError:  # what is no tensor"
+            yield "    pools = None"
 
 
 def source_of(schema: OpSchema) -> str:
