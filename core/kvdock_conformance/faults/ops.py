@@ -14,6 +14,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import ACTIVE_OPS
 from kvdock.ops.schema import Arg, Role
 from kvdock_conformance.checking.meaning import schema_of
@@ -39,6 +40,7 @@ class OpFault:
         killers: ids of the requirements that must fail, without the op.
         seed: given the op's name, how it gets into a backend.
         shows: whether a case could show it; None where every case could.
+        in_errors: whether it shows in errors for indices out of range alone.
     """
 
     name: str
@@ -46,13 +48,17 @@ class OpFault:
     killers: tuple[str, ...]
     seed: Callable[[str], Seed]
     shows: Callable[[Case], bool] | None = None
+    in_errors: bool = False
 
     def of(self, op: str, asked: Mapping[str, Requirement] | None = None) -> Fault:
         """Return it as a fault of one op, noticed by its killers, or by those of them that are asked and have cases that show it."""
         killers = [f"{killer}@{op}" for killer in self.killers]
         if asked is not None:
             killers = [name for name in killers if name in asked and self._is_shown(asked[name])]
-        return Fault(f"{self.name}@{op}", self.sentence, op, tuple(killers), self.seed(op))
+        args = CATALOG[op].args if op in CATALOG else ()  # indices of others may be anything: no case makes them wrong
+        is_read = any(arg.host and arg.scale_of is None for arg in args if arg.role is Role.TENSOR)  # then the host knows, on any device
+        host_only = tuple(killers) if self.in_errors and not is_read else ()
+        return Fault(f"{self.name}@{op}", self.sentence, op, tuple(killers), self.seed(op), host_only=host_only)
 
     def _is_shown(self, requirement: Requirement) -> bool:
         return self.shows is None or any(map(self.shows, cases_at(Level.EXTENDED, requirement.cases())))
@@ -313,7 +319,10 @@ def _error_kept(op: str) -> Callable[[BackendCall, Args], None]:
     return call
 
 
-FAULTS["op-error-kept"] = attrs.evolve(FAULTS["op-error-kept"], shows=lambda case: case.name == "out of range" or not case.data)
+FAULTS["op-error-kept"] = attrs.evolve(
+    FAULTS["op-error-kept"], shows=lambda case: case.name == "out of range" or not case.data, in_errors=True
+)
+FAULTS["op-lock-kept-by-an-error"] = attrs.evolve(FAULTS["op-lock-kept-by-an-error"], in_errors=True)
 
 
 @_plan("op-calls-remembered", "A plan remembers that it was called, each time.", "022")

@@ -299,8 +299,6 @@ NOTHING_THERE = {
     "mlaread-rows-read-whole-first": "survived",
     "swap-locks-in-the-order-of-pools": "survived",  # a portable swap that checks nothing has no step of Python in its middle
     "thread-attends-through-one-buffer": "survived",  # likewise
-    # Calls of latents that are wrong have an index out of range.
-    **{f"{name}@{op}": "survived" for name in ("op-error-kept", "op-lock-kept-by-an-error") for op in ("mla_caching_", "mla_gather")},
 }
 """Faults that make no difference to portable kernels, or none that shows."""
 
