@@ -30,6 +30,7 @@ _EACH = (
         "nothing_written", (Arg("table", READ, ("R D",), FLOATS), Arg("x", READ, ("*n D",), FLOATS), Arg("slots", READ, ("*n",), INDICES))
     ),
     OpSchema("pool_only_", (Arg("value", STATIC), Arg("pool", WRITTEN, ("R D",), FLOATS))),
+    OpSchema("pools_only_", (Arg("source", READ, ("R D",), FLOATS), Arg("target", WRITTEN, ("R D",), FLOATS, same_dtype="source"))),
     OpSchema(
         "three_written_",
         (

@@ -240,6 +240,20 @@ def test_an_error_names_the_argument(op: str, change: dict[str, Any], text: str)
         assert len(kernel.found) == done
 
 
+@pytest.mark.parametrize("fixes", [False, True])
+def test_a_pool_that_is_read_may_not_lie_in_one_that_is_written(fixes: bool) -> None:
+    """Of an op that has pools alone, once such calls are known too."""
+    entry, _, _ = op_of(SCHEMAS["pools_only_"], fixes=fixes)
+    memory = torch.ones(64 * 4)  # rows of whole lines: such calls are settled
+    pools = [memory[start : start + 64].view(4, 16) for start in (0, 128, 32, 64)]
+    for _ in range(20):
+        entry.call(*pools[:2])
+    for source, target in ((0, 2), (2, 0), (2, 3)):
+        with pytest.raises(kvdock.ArgumentValueError, match="pools_only_: source: expected memory outside target"):
+            entry.call(pools[source], pools[target])
+    entry.call(pools[0], pools[3])
+
+
 @pytest.mark.parametrize("op", ["pool_only_", "norm", "attend"])
 def test_equal_static_values_of_other_types_are_other_plans(op: str) -> None:
     entry, kernel, counting = op_of(SCHEMAS[op], fixes=False)

@@ -118,7 +118,8 @@ def make(op):
                         N > N_least
                         and not ((block_pairs_ptr) & 15)
                         and (
-                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            (src_cache_ptr >= high or src_cache_end <= low)
+                            and (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
                             or not (
                                 (src_cache_ptr < high and (src_cache_ptr < 4194304 or low < src_cache_end))
                                 or (
@@ -179,7 +180,8 @@ def make(op):
                         N > N_least
                         and not ((block_pairs_ptr) & 15)
                         and (
-                            (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
+                            (src_cache_ptr >= high or src_cache_end <= low)
+                            and (block_pairs_ptr >= high or 4194304 <= block_pairs_ptr <= floor)
                             or not (
                                 (src_cache_ptr < high and (src_cache_ptr < 4194304 or low < src_cache_end))
                                 or (

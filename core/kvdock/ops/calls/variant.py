@@ -71,7 +71,7 @@ class VariantSource:
         self.values = tuple_of(schema.arg_names)
         self.rows = [name for name in self.rest if not all(dim.runtime for dim in variant.dims[name][-1:])]  # the innermost is static
         self.runtime = {name: [(i, dim) for i, dim in enumerate(variant.dims[name]) if dim.runtime] for name in self.rest}
-        self.only_pools_written = bool(self.mutated and self.rest) and not self.outputs
+        self.only_pools_written = bool(self.mutated) and not self.outputs
         self.group = int(variant.pivot_rank == HOST_INT_RANK)  # their calls are remembered apart
 
     # Names
@@ -138,7 +138,7 @@ class VariantSource:
             for key, (_, expression) in zip([*(f"{dim.name}_reach" for _, dim in self.runtime[name]), "reach"], numbers, strict=True):
                 reach[key].append(expression)
             found += numbers
-        if self.only_pools_written:
+        if self.only_pools_written and self.rest:
             found += [(key, f"max({', '.join(each)}, 0)") for key, each in reach.items()]
         return found
 
@@ -150,10 +150,8 @@ class VariantSource:
         conditions = [f"{word} > {word}_least" for word in self.words]
         conditions += [f"{name}_ptr >= {LOWEST}" for name in self.given if not self.only_pools_written]  # else see `overlap`
         yield from self._fast_sizes([name for name in self.rest if name not in self.outputs], conditions)
-        ends = {}
-        for name in self.rest:
-            steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime[name]]
-            ends[name] = f"{name}_ptr + {name}_rest{''.join(steps)}"
+        steps = {name: "".join(f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime[name]) for name in self.rest}
+        ends = {name: f"{name}_ptr + {name}_rest{steps[name]}" for name in self.rest}
         if self.returned:
             yield from self._make_outputs()
         yield from (f"{name}_ptr = {name}.data_ptr()" for name in self.rest)
@@ -164,10 +162,12 @@ class VariantSource:
         refused += [f"{name}_ptr & {name}_mask" for name in self.rest if name not in self.rows]
         conditions += [f"not ({' or '.join(alone(check) for check in refused)})"] if refused else []
         if self.only_pools_written:  # below all of them, or above, is where nearly everything lies
-            yield " + ".join(["floor = low - (reach", *(f"{word} * {word}_reach" for word in self.words)]) + ")"
-            beside = " and ".join(f"({name}_ptr >= high or {LOWEST} <= {name}_ptr <= floor)" for name in self.rest)
+            if self.rest:
+                yield " + ".join(["floor = low - (reach", *(f"{word} * {word}_reach" for word in self.words)]) + ")"
+            below = {name: f"{LOWEST} <= {name}_ptr <= floor" if name in self.rest else f"{name}_end <= low" for name in self.variant.dims}
+            beside = " and ".join(f"({name}_ptr >= high or {below[name]})" for name in self.variant.dims if name not in self.mutated)
             overlap = " or ".join(alone(check) for check in self.overlap(ends))
-            conditions.append(f"({beside} or not ({overlap}))")
+            conditions += [f"({beside} or not ({overlap}))"] if overlap else []
         conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
         yield "    entry.used = cache.clock = cache.clock + 1"
