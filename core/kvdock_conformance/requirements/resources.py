@@ -30,6 +30,8 @@ _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _LARGER = 66 << 20
 """So many bytes of keys: more than a thread has of malloc's, who takes of that where a process may have no more."""
+_COMPILED_S = 8.0
+"""A compiler may take so long for a plan, which may have several kernels, where all processors are busy."""
 _WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
 """Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
 _TIMED = (costs.check_supports_time, costs.check_new_counts, costs.check_destroy_time)
@@ -45,9 +47,13 @@ def _require(
     level: Level = Level.CORE,
     wrong: bool = False,
     ways: Sequence[tuple[str, str]] = (("nhd", "contiguous"),),
+    plans: int = 1,
     **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors."""
+    """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors.
+
+    A case prepares so many plans at most, and has the time for it.
+    """
 
     def cases() -> Iterable[Case]:
         for op, (number, made), (pool, rows) in itertools.product(EVERY, enumerate(calls), ways):
@@ -57,7 +63,8 @@ def _require(
             yield Case(name, drawing.case(*made(drawing, plain), **more), Level.EXTENDED if number else Level.CORE)
         yield from _wrong() if wrong else ()
 
-    return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs, alone=check in _TIMED)
+    limit_s = max(60.0, plans * _COMPILED_S)
+    return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs, limit_s=limit_s, alone=check in _TIMED)
 
 
 def _wrong() -> Iterable[Case]:
@@ -163,6 +170,7 @@ REQUIREMENTS = [
         resources.check_keeps_nothing,
         _of_each_path,
         needs=SERVED,
+        plans=18,
         wrong=True,
     ),
     _require(
@@ -173,6 +181,7 @@ REQUIREMENTS = [
         _counted(3, 1, 2, 5, 8, 24, sizes=_of_rows),
         _of_each_path,
         needs=SERVED,
+        plans=18,
         wrong=True,
         values=1,
     ),
@@ -191,6 +200,7 @@ REQUIREMENTS = [
         resources.check_given_back_by_others,
         _unlike,
         level=Level.EXTENDED,
+        plans=60,
     ),
     _require(
         6,
