@@ -16,5 +16,5 @@ PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]
 ENVIRON = {"TRITON_INTERPRET": "1", "PYTHONPATH": PATH}
 
 test_conformance = conformance_tests(
-    "acme", setup="opskit.interpreted:register", environ=ENVIRON, limit_s=900
+    "acme", setup="support_acme:register", environ=ENVIRON, limit_s=900
 )  # seconds of it are minutes here, and more where others work too

@@ -8,39 +8,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Mapping
 
 import attrs
-import torch
 
 import kvdock
-from kvdock.interface import HOST
-from kvdock_conformance.stand_ins import register_backend
-from kvdock_triton import TritonBackend
 from opskit.kernels import runtime_of
 from opskit.targets import Target
+from support_acme import AcmeBackend
 
-__all__ = ["HOST_PAIRS", "INTERPRETED", "WHY_NOT", "AcmeBackend", "InterpretedTarget", "register"]
+__all__ = ["HOST_PAIRS", "INTERPRETED", "WHY_NOT", "AcmeBackend", "InterpretedTarget"]
 
 WHY_NOT = "needs TRITON_INTERPRET=1; test_triton_interpreted.py runs this folder so" if os.environ.get("TRITON_INTERPRET") != "1" else ""
 if importlib.util.find_spec("triton") is None:
     WHY_NOT = "needs Triton: pip install 'kvdock[triton]'"
-
-
-class AcmeBackend(TritonBackend):
-    """A third party's backend, whole. Its devices are called "acme", and torch calls their memory "cpu"."""
-
-    name = "acme"
-    device_type = "acme"
-    torch_type = "cpu"
-
-    def devices(self) -> Sequence[torch.device]:
-        return [HOST]
-
-    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 class DevicePairsBackend(AcmeBackend):
@@ -74,11 +55,6 @@ class InterpretedTarget(Target):
 def _runtime(device_pairs: bool) -> kvdock.Runtime:
     """Return a runtime with one such backend, registered in this process."""
     return runtime_of(DevicePairsBackend() if device_pairs else AcmeBackend())
-
-
-def register() -> None:
-    """Put the backend into the process's registry: what a child of the conformance kit is told to call."""
-    register_backend(AcmeBackend())
 
 
 INTERPRETED = InterpretedTarget("interpreted", "cpu", True)
