@@ -35,7 +35,7 @@ def free_port() -> int:
 
 def play(scene: str, device: str = "cpu") -> tuple[list[int], list[str]]:
     """Run both processes, and return their exit codes and what they said."""
-    port, env = free_port(), {**os.environ, "OMP_NUM_THREADS": "1"}
+    port, env = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     start = [sys.executable, str(SCRIPT), str(port)]
     both = [
         subprocess.Popen([*start, str(rank), scene, device], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
