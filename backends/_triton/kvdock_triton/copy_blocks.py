@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -262,11 +261,6 @@ def specs_for(request: Request, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
     )
 
 
-@functools.lru_cache(maxsize=64)  # to find the type takes as long as to read 32 numbers
-def _array_type(number_type: Any, count: int) -> Any:
-    return number_type * count
-
-
 class CopyBlocksDescriptor(Descriptor):
     """Launches the kernel; pairs that the host can read are checked before, and brought to the device."""
 
@@ -317,7 +311,7 @@ class CopyBlocksDescriptor(Descriptor):
         op, num_blocks, copy_few, launch = self._op, self._num_blocks, self._copy_few, self._fixed(2)
 
         def copy(k_cache: int, v_cache: int, address: int, number: int) -> None:
-            memory = _array_type(number_type, 2 * number).from_address(address)
+            memory = (number_type * (2 * number)).from_address(address)
             ids: Sequence[int] = memory[:] if number <= FEW else ()
             known = sorted(set(ids))
             if ids and len(known) == len(ids) and known[0] >= 0 and known[-1] < num_blocks:  # nothing that `live_pairs` would say
