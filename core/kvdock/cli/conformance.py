@@ -168,6 +168,8 @@ def _show_end(found: ConformanceRun, report: Path | None) -> None:
     left = found.plan.left_out()
     if left:
         show_lines(f"left out: {', '.join(left[:_SHOWN])}" + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""))
+    if found.about.get("by_name"):
+        show_lines(found.about["by_name"])
     show_lines(summary(found))
 
 

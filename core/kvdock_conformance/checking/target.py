@@ -56,13 +56,27 @@ class Target:
         """Its kernels by op, with what was registered over them."""
         return runtime.default().registry.loaded()[self.name].kernels
 
-    def using(self, op: str) -> AbstractContextManager[None]:
-        """Return a block in which an op is served by this backend or portable kernels: an ordinary call where no other may serve it."""
-        try:
-            usual = self._is_alone and runtime.default().dispatcher.choose(op, self.device, None).backend is self.backend
-        except kvdock.BackendError:  # another one is configured, and cannot be had
-            usual = False
+    def using(self, op: str, values: tuple[Any, ...] | None = None) -> AbstractContextManager[None]:
+        """Return a block in which an op is served by this backend or portable kernels.
+
+        It is an ordinary call, which may be repeated as a user's is, where no other backend may serve it: of arguments in the schema's
+        order, any is that the backend serves itself.
+        """
+        usual = self.is_chosen(op) and (self._is_alone or (values is not None and self._serves(op, values)))
         return nullcontext() if usual else kvdock.use_backend(self.name)
+
+    def _serves(self, op: str, values: tuple[Any, ...]) -> bool:
+        try:
+            return not self.reasons_against(op, values)
+        except kvdock.KVDockError:  # a mistake, which the call itself is asked about
+            return False
+
+    def is_chosen(self, op: str) -> bool:
+        """Return whether calls of an op that name no backend go to this one first."""
+        try:
+            return runtime.default().dispatcher.choose(op, self.device, None).backend is self.backend
+        except kvdock.BackendError:  # another one is configured, and cannot be had
+            return False
 
     @functools.cached_property
     def _is_alone(self) -> bool:
@@ -76,16 +90,17 @@ class Target:
         there, as its public function makes it.
         """
         schema = runtime.default().dispatcher.op(op).schema
+        values = tuple(args.get(name) for name in schema.arg_names)
         made = [arg for arg in schema.mutated if arg.name.endswith("_out") and not arg.returned]
         if op not in CATALOG or made or any(arg.optional for arg in schema.mutated):
-            with self.using(op):
-                return call_op(op, *(args.get(name) for name in schema.arg_names))
+            with self.using(op, values):
+                return call_op(op, *values)
         keywords = {name: value for name, value in args.items() if name.endswith("_scale")}
         outputs = [value for name, value in args.items() if name.endswith("_out")]
         others = [value for name, value in args.items() if name not in keywords and not name.endswith("_out")]
         if outputs:
             keywords["out"] = tuple(outputs)
-        with self.using(op):
+        with self.using(op, values):
             return getattr(kvdock.ops, op)(*others, **keywords)
 
     def skipped(self) -> int:

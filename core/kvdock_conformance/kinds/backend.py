@@ -10,6 +10,7 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock.errors import ArgumentValueError, BackendUnavailableError
+from kvdock.plugins.settings import PER_DEVICE
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.kinds import UNKNOWN_DEVICE, hardware
 from kvdock_conformance.stand_ins import register
@@ -44,6 +45,14 @@ def _state(records: Any, name: str) -> str:
     return "unknown"
 
 
+def _by_name(target: Target) -> str:
+    """Return that calls by functions must name the backend, and what would have them as they come; empty where they need not."""
+    if all(map(target.is_chosen, target.backend.kernels())):
+        return ""
+    variable = f"{PER_DEVICE}{target.device.type.upper()}"
+    return f"calls by functions were made under use_backend, and so never repeated by Descriptor.fix; {variable}={target.name} has them so"
+
+
 def _about(target: Target) -> dict[str, Any]:
     claims = target.backend.capabilities()
     return {
@@ -57,6 +66,7 @@ def _about(target: Target) -> dict[str, Any]:
         "graph_capture": claims.graph_capture,
         "batch_invariant": claims.batch_invariant,
         "must_raise": target.must_raise,
+        "by_name": _by_name(target),
         "versions": {"kvdock": kvdock.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "platform": platform.platform(),
     }

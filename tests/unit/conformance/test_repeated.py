@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
+import kvdock
+from kvdock import runtime
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance.checking import repeated
 from kvdock_conformance.checking.repeated import BoundTarget, check_repeated
 from kvdock_conformance.checking.target import Target
+from kvdock_conformance.kinds import KINDS
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
 from kvdock_conformance.stand_ins import StandIn, register_backend
+from kvdock_cpu.backend import CpuBackend
 
 
 class Two(StandIn):
@@ -46,3 +52,86 @@ def test_a_deep_copy_writes_to_no_pool_but_the_one_it_is_given() -> None:
     pools.zero_()
     copy.deepcopy(target).call("paged_caching_", args)
     assert torch.equal(pools[:, 1, 1, 0], torch.ones(2, 8))
+
+
+class Counting(kvdock.plugin.Descriptor):
+    """The CPU's, which counts what repeats it, and the calls of that."""
+
+    uses_autograd = False
+
+    def __init__(self, inner: kvdock.plugin.Descriptor, counts: list[str]) -> None:
+        self._inner, self._counts = inner, counts
+
+    def __call__(self, *args: Any) -> None:
+        self._inner(*args)
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        again = self._inner.fix(*args)
+
+        def counted(*addresses: int) -> None:
+            assert again is not None
+            self._counts.append("again")
+            again(*addresses)
+
+        self._counts.append("fixed")
+        return counted
+
+
+class Counts(kvdock.plugin.Kernel):
+    """The CPU's write, with plans that count."""
+
+    def __init__(self) -> None:
+        self.counts: list[str] = []
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        return ()
+
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
+        return Counting(CpuBackend().kernels()[request.op].prepare(request), self.counts)
+
+
+class Rival(CpuBackend):
+    """A backend of the host beside the CPU's own, which is asked first, or not."""
+
+    name = "rival"
+
+    def __init__(self, kernel: Counts, *, is_first: bool) -> None:
+        self.kernel, self.is_first = kernel, is_first
+
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
+        return {"paged_caching_": self.kernel}
+
+    def capabilities(self) -> kvdock.plugin.Capabilities:
+        priority = kvdock.plugin.Priority.SPECIALISED if self.is_first else kvdock.plugin.Priority.FALLBACK
+        return attrs.evolve(super().capabilities(), priority=priority)
+
+
+@pytest.fixture
+def of_its_own() -> Iterator[None]:
+    """A runtime for backends that claim the host."""
+    before = runtime.made()
+    runtime.set_default(None)
+    yield
+    runtime.set_default(before)
+
+
+@pytest.mark.parametrize(("is_first", "variable"), [(True, ""), (False, "rival"), (False, "")])
+@pytest.mark.usefixtures("of_its_own")
+def test_calls_are_repeated_beside_another_backend_where_a_user_has_them_repeated(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool, variable: str
+) -> None:
+    monkeypatch.setenv("KVDOCK_BACKEND_CPU", variable)
+    register_backend(Rival(kernel := Counts(), is_first=is_first))
+    target, about = KINDS["backend"].open("rival", None, None)
+    pools, rows = [torch.zeros(2, 4, 1, 8) for _ in range(2)], [torch.ones(1, 1, 8) for _ in range(2)]
+    args = dict(zip(("k_cache", "v_cache", "k", "v"), pools + rows, strict=True))
+    for slot in range(6):
+        target.call("paged_caching_", {**args, "slot_mapping": torch.tensor([slot])})
+    assert [pool[..., 0].sum() for pool in pools] == [6, 6]
+    if is_first or variable:
+        assert about["by_name"] == ""
+        assert kernel.counts[0] == "fixed"
+        assert kernel.counts.count("again") >= 3
+    else:
+        assert about["by_name"].endswith("; KVDOCK_BACKEND_CPU=rival has them so")
+        assert kernel.counts == []
