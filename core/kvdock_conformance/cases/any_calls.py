@@ -28,17 +28,21 @@ __all__ = [
     "leaking",
     "new_counts",
     "on_one_memory",
+    "once_each",
     "outputs",
     "plain",
     "repeated",
     "surrounded",
+    "threaded",
     "to_the_ends",
+    "very_often",
     "with_gradients",
     "without_tokens",
 ]
 
 _COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257)
 _FEW = (3, 1, 8)
+_BETWEEN = tuple(count for count in range(9, 45) if count not in _COUNTS)
 
 
 def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
@@ -115,12 +119,18 @@ def new_counts(op: Drawable) -> Iterator[Case]:
         yield Case("counts and steps", in_turn([first, *others], warm=1))
 
 
+def _batches(op: Drawable) -> list[dict[str, Any]]:
+    """Return what makes a call one of rows of tokens, if the op has such."""
+    return [{"lead": rank} for rank in factors_of(op.schema, "even").get("lead", ()) if rank > 1]
+
+
 def _signatures(op: Drawable) -> list[AnyCall]:
     """Return calls that need plans of their own: other sizes and dtypes, and pools in another order."""
     first = _settled(op, seed=3)
     found = [first, _settled(op, seed=4, sizes="odd"), _settled(op, seed=5, sizes="ones")]
     pools = {f"{arg.name} memory": "odd gaps" for arg in op.schema.static_args}
     found.append(attrs.evolve(first, how={**first.how, **pools}))
+    found += [_settled(op, seed=6, **batch) for batch in _batches(op)]
     for factor, values in factors_of(op.schema, "even").items():
         if factor.endswith("dtype"):
             found += [attrs.evolve(first, how={**first.how, factor: value}) for value in values[1:]]
@@ -160,8 +170,8 @@ def with_gradients(op: Drawable) -> Iterator[Case]:
 def surrounded(op: Drawable) -> Iterator[Case]:
     """Yield calls of several signatures, some of them known, in each surroundings."""
     for name in SURROUNDINGS:
-        first, level = _settled(op), Level.CORE if name == "settings of a user's own" else Level.EXTENDED
-        known = [attrs.evolve(first, seed=seed) for seed in range(5)]
+        first, level = _settled(op), Level.CORE if name in ("settings of a user's own", "deterministic algorithms") else Level.EXTENDED
+        known = [attrs.evolve(each, seed=seed) for each in (first, *(_settled(op, **batch) for batch in _batches(op))) for seed in range(5)]
         yield Case(f"with {name}", in_turn([*known, *_signatures(op)], pools=False, surroundings=name), level)
 
 
@@ -187,6 +197,25 @@ def leaking(op: Drawable) -> Iterator[Case]:
     yield Case("many ways", in_turn([first, *_others(first, _FEW, ("wide gaps", "odd gaps")), *_signatures(op)], pools=False))
     for case in behind_an_error(op):
         yield attrs.evolve(case, name="out of range", data={**case.data, "calls": case.data["calls"][1:]})
+
+
+def once_each(op: Drawable) -> Iterator[Case]:
+    """Yield calls of few numbers of tokens, which come first, and then of many between them."""
+    first = _settled(op, sizes="many")
+    calls = [first, *_others(first, (*_FEW, *_BETWEEN), ())]
+    if len(calls) > len(_BETWEEN):
+        yield Case("each number once", in_turn(calls, warm=1 + len(_FEW)))
+
+
+def threaded(op: Drawable) -> Iterator[Case]:
+    """Yield a call for each of many threads."""
+    yield Case("one after the other", in_turn([_settled(op)], threads=80))
+
+
+def very_often(op: Drawable) -> Iterator[Case]:
+    """Yield a call to be made again and again."""
+    for times, level in ((270, Level.CORE), (65_550, Level.EXTENDED)):
+        yield Case(f"{times} times", in_turn([_settled(op)], times=times), level)
 
 
 def behind_an_error(op: Drawable) -> Iterator[Case]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -11,11 +12,15 @@ import attrs
 from kvdock.ops.catalog import MLA_CACHING, MLA_GATHER
 from kvdock.plugin import QUANTISED_DTYPES, OpSchema
 from kvdock_conformance.cases.attention import Drawn
-from kvdock_conformance.cases.drawing import Drawing, View
-from kvdock_conformance.cases.layouts import READ_POOLS, SOURCES, Pair
+from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.layouts import READ_POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import SlotCall
+from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["DRAWN", "LatentCall", "drawn"]
+__all__ = ["DRAWN", "LatentCall", "drawn", "far"]
+
+_BEYOND_31 = 2**31 + 64
+"""A step in elements that 32 bits cannot say."""
 
 
 @attrs.frozen
@@ -42,6 +47,19 @@ class LatentCall(SlotCall):
             return {"kv_cache": pools[0], "slot_mapping": self._slots(drawing), **dict(zip(("kv_c_out", "k_pe_out"), rows, strict=True))}
         kv_c, k_pe = self._holding((rows[0], rows[1]))
         return {"kv_cache": pools[0], "kv_c": kv_c, "k_pe": k_pe, "slot_mapping": self._slots(drawing)}
+
+
+def far(op: str) -> Iterator[Case]:
+    """Yield calls of two tokens, of which the latents, the rotary parts or the blocks are so many elements apart."""
+    for name in ("kv_cache", *(("kv_c_out", "k_pe_out") if "gather" in op else ("kv_c", "k_pe"))):
+        drawing, one = Drawing(), LatentCall(op, "", [7, 2], geometry=Geometry(num_blocks=2))
+        args = one.args(drawing, one.pools(drawing))
+        shape = args[name].shape
+        gaps = (0, _BEYOND_31 - math.prod(shape[1:]), *[0] * (len(shape) - 2))
+        apart = drawing.tensor(args[name].dtype, shape, gaps=gaps, fill="zeros")
+        if (name == "kv_cache") == ("gather" in op):  # all that is read but this is zero
+            apart = attrs.evolve(apart, values={"first": 1, "step": 1})
+        yield Case(f"{name} in steps of {_BEYOND_31} elements", drawing.case(call(op, **{**args, name: apart})), Level.EXTENDED)
 
 
 def _values(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:

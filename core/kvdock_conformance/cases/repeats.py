@@ -75,7 +75,7 @@ def _in_place(op: str) -> dict[str, Any]:
     caches, count = first.caches(drawing), len(_INDICES[op]) // 4
     index: Any = first.arguments(drawing, caches)[INDEX[op]]
     calls = []
-    for seed, place in enumerate((5, 0, 4, -1, 7, -1, 0, 3)):
+    for seed, place in enumerate((5, 0, 4, -1, 7, -5, -(2**31), 3)):
         args: dict[str, Any] = attrs.evolve(first, seed=seed).arguments(drawing, caches)
         calls.append(call(op, **(args | {INDEX[op]: attrs.evolve(index, values=[place, 1][:count])})))
     return drawing.case(*calls)

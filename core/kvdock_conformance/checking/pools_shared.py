@@ -22,7 +22,6 @@ __all__ = ["check_first_calls", "check_inside", "check_new_threads", "check_shar
 
 _MEETINGS = {"its own thread": 16, "a forked process": 8}
 """At so many steps of a call another one is made, by whom; to fork takes as long as all else together."""
-_THREADS = 32  # of a round: five rounds are more than tables of 128 have room for
 _PER_THREAD = {"blocks of Python's memory": 1, "open files": 1, "threads": 1}
 
 
@@ -89,7 +88,7 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_new_threads(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the first call of a case in threads that come, call and go.
+    """Make the first call of a case in threads that come, call and go, ``data["threads"]`` of them there at once.
 
     Raises:
         NonconformanceError: a byte is not what it must be, or each thread leaves something behind.
@@ -98,9 +97,9 @@ def check_new_threads(target: Target, data: Mapping[str, Any]) -> None:
 
     def work(number: int) -> None:
         with ExitStack() as stack:  # all of a round are there at once, so that none has the number of another
-            for _ in range(_THREADS):
+            for _ in range(data["threads"]):
                 thread.spoil()
                 stack.enter_context(ThreadPoolExecutor(1)).submit(thread.call).result(WAIT_S)
                 thread.look()
 
-    check_growth(f"{data['calls'][0]['op']} by new threads", target.device, _THREADS, work, _PER_THREAD)
+    check_growth(f"{data['calls'][0]['op']} by new threads", target.device, data["threads"], work, _PER_THREAD)

@@ -25,6 +25,7 @@ from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, KernelSeed
 from kvdock_conformance.faults.seeds import TwistedKernel
+from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
 
@@ -348,3 +349,25 @@ def _put(run: BackendCall, args: Args) -> None:
         number = torch.zeros(1, device=args["k"].device)
         number.put_(number.long(), number)  # torch has no deterministic one
     run(args)
+
+
+@FAULTS.call(_GATHER, "hygiene-padding-of-batches-anywhere", "What padding in rows reads is made on the default device.", "KVD-HYGIENE-017")
+def _padding_anywhere(run: BackendCall, args: Args) -> None:
+    run(args)
+    slots = args["slot_mapping"]
+    if slots.dim() == 2 and bool((slots < 0).any()):
+        args["k_out"].masked_fill_((slots < 0)[..., None, None], torch.zeros(()))
+
+
+@FAULTS.call(
+    _WRITE, "hygiene-warns-of-unlike-heads", "Where keys and values have other heads, that is warned of behind keys.", "KVD-HYGIENE-017"
+)
+def _warns_of_unlike(run: BackendCall, args: Args) -> None:
+    before = args["v_cache"].clone()
+    run(args)
+    if args["k"].shape[-2] != args["v"].shape[-2]:
+        try:
+            warnings.warn("heads are unlike", stacklevel=2)
+        except UserWarning:
+            bits(args["v_cache"]).copy_(bits(before))
+            raise

@@ -336,6 +336,63 @@ def _remembered(op: str) -> Callable[[BackendCall, Args], None]:
     return call
 
 
+@_plan("op-kept-for-each-count", "A plan keeps steps for each shape of what it reads.", "026")
+def _kept_for_each(op: str) -> Callable[[BackendCall, Args], None]:
+    steps: dict[Any, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        key = tuple(tensor.shape for _, tensor in _tensors(op, args, Role.TENSOR))
+        steps.setdefault(key, torch.arange(5, device="cpu"))
+        run(args)
+
+    return call
+
+
+@_plan("op-calls-counted-in-a-byte", "A plan counts its calls in a byte, and the 256th does nothing.", "028")
+def _counted_in_a_byte(op: str) -> Callable[[BackendCall, Args], None]:
+    count = [0]
+
+    def call(run: BackendCall, args: Args) -> None:
+        count[0] = (count[0] + 1) % 256
+        if count[0]:
+            run(args)
+
+    return call
+
+
+@_call("op-refuses-rows-if-deterministic", "Indices in rows raise where a user asks for deterministic algorithms.", "019")
+def _not_deterministic(op: str, run: BackendCall, args: Args) -> None:
+    indices = [tensor for _, tensor in _tensors(op, args, Role.TENSOR) if not tensor.is_floating_point()]
+    if torch.get_deterministic_debug_mode() == 2 and any(tensor.dim() == 2 for tensor in indices):
+        raise RuntimeError("put_ does not have a deterministic implementation")
+    run(args)
+
+
+@_call("op-places-for-64-threads", "Of the threads that are there at once, 64 get a place, which ends with the thread.", "029")
+def _places_for_64(op: str, run: BackendCall, args: Args) -> None:
+    _PLACES[:] = [thread for thread in _PLACES if thread.is_alive()]
+    if threading.current_thread() not in _PLACES:
+        if len(_PLACES) == 64:
+            raise RuntimeError("no place is left")
+        _PLACES.append(threading.current_thread())
+    run(args)
+
+
+_PLACES: list[threading.Thread] = []
+
+
+class _PlansKept(descriptors.OwnKernel):
+    """Keeps what each plan took when it is destroyed."""
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        _TAKEN.append(torch.empty(64, dtype=torch.uint8, device=request.device))
+        return plan
+
+
+_TAKEN: list[torch.Tensor] = []
+_add("op-destroy-gives-nothing-back", "destroy() leaves a plan's scratch memory.", "027", lambda op: KernelSeed(op, _PlansKept))
+
+
 class _Moody(descriptors.OwnKernel):
     """Refuses every other time."""
 

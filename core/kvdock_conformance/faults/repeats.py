@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,33 @@ class _OldSizes(Rebuilt):
     """Repeats a call of the sizes of the first."""
 
     knows_sizes = False
+
+
+@FAULTS.planned(
+    _WRITE, "desc-fixed-calls-in-a-byte", "What repeats a call counts in a byte, and leaves the 256th.", "KVD-DESC-016", by_address=True
+)
+class _InAByte(Rebuilt):
+    """Leaves every 256th of its repeated calls."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        again, count = super().fix(*args), itertools.count(1)
+
+        def counted(*values: int) -> None:
+            if next(count) % 256:
+                again(*values)
+
+        return counted
+
+
+@FAULTS.plan(_STATIC, "desc-calls-in-a-byte", "A plan counts its calls in a byte, and leaves the 256th.", "KVD-DESC-016")
+def _calls_in_a_byte() -> FaultyCall:
+    count = itertools.count(1)
+
+    def call(run: BackendCall, args: Args) -> None:
+        if next(count) % 256:
+            run(args)
+
+    return call
 
 
 @FAULTS.planned(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013", by_address=True)

@@ -12,7 +12,7 @@ from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.repeats import repeats
-from kvdock_conformance.checking import plans, repeated
+from kvdock_conformance.checking import many_calls, plans, repeated
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -121,6 +121,14 @@ def _alignments() -> Iterable[Case]:
                     for names in (("k_cache", "v_cache"), ("k", "v", "k_out", "v_out"))[: 1 if op == "copy_blocks_" else 2]:
                         calls.append(_moved(op, first.arguments(drawing, caches), names, past))
                 yield Case(f"{op}, {dtype}, {'aligned first' if order == 1 else 'aligned last'}", drawing.case(*_roomy(drawing, calls)))
+
+
+def _very_often() -> Iterable[Case]:
+    """Return a call of each op that is to be made again and again, and one of one token."""
+    for op, (times, level) in itertools.product(OPS, ((270, Level.CORE), (65_550, Level.EXTENDED))):
+        for tokens in (1, 3)[: 1 if level is Level.EXTENDED else 2]:
+            case = _sequence(f"{tokens} tokens, {times} times", [OpCall(op, tokens=tokens, geometry=_SMALL)], times=times)
+            yield attrs.evolve(case, level=level)
 
 
 def _moved(op: str, args: dict[str, Any], names: Sequence[str], past: int) -> dict[str, Any]:
@@ -246,5 +254,11 @@ REQUIREMENTS = [
         "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",
         repeated.check_autograd,
         _with_gradients,
+    ),
+    _require(
+        16,
+        "A call that was made very often is served like the first, by what repeats it and by its plan.",
+        many_calls.check_many_calls,
+        _very_often,
     ),
 ]

@@ -9,7 +9,7 @@ import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy, ways
+from kvdock_conformance.cases.every_op import EVERY, INDEX, OPS, OpCall, few, roomy, ways
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
@@ -48,10 +48,13 @@ _CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
     (20, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
     (6, "hnd", "[B, H, q, D]", "bfloat16", {}),
     (40, "nhd", "contiguous", "bfloat16", {"is_run": True}),
+    (12, "nhd", "contiguous", "bfloat16", {"lead": (3, 4), "is_padded": True}),
+    (9, "nhd", "padded heads", "float32", {"lead": (3, 3), "is_padded": True}),
 )
 """Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
 
 
+_UNLIKE = {"hk": 2, "hv": 3, "dv": 4}
 _OWN = "settings of a user's own"
 _KNOWN = 4  # calls like one another behind which one is known
 _LONG: tuple[int, str, str, str, dict[str, Any]] = (4096, "nhd", "contiguous", "float32", {})
@@ -67,7 +70,9 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
     large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
     for tokens, pool, source, dtype, indices in (*_CALLS, *([_LONG] if op in OPS and more.get("surroundings", _OWN) == _OWN else [])):
         count = few(op, tokens + number)
-        sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
+        sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else _UNLIKE if "lead" in indices else {}))
+        if "lead" in indices:  # which are that many tokens whatever the number
+            count, indices = tokens, indices if INDEX[op] == "slot_mapping" else {"is_padded": True}
         if op == "static_update_" and tokens in (4, 6, 20):
             sizes = attrs.evolve(sizes, num_blocks=20)  # rows, whose lengths may be read one by one where they are few
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)

@@ -13,7 +13,7 @@ import attrs
 
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.latents import DRAWN, LatentCall
+from kvdock_conformance.cases.latents import DRAWN, LatentCall, far
 from kvdock_conformance.cases.layouts import PARTS, Geometry
 from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn, shuffled
 from kvdock_conformance.cases.pairs import covering
@@ -54,6 +54,7 @@ ASKED: Sequence[tuple[str, int | None, str]] = (
 
 
 _KNOWN = 4  # calls like one another, behind which one is known
+_STEPS = (0, 1, 2, 3, 4, -1, 5, -5, -(2**31), 6)
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "rows": ("fused kv", "contiguous", "fused qkv", "odd steps", "odd address"),
     "pool": ("nhd", "padded blocks"),
@@ -82,7 +83,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         yield foretold([make("", [slot]) for slot in FORETOLD], "slot_mapping")
         for (rank, rope), dtype in itertools.product(((64, 16), (5, 3), (7, 1)), ("bfloat16", "uint8")):
             sizes = attrs.evolve(area.base, hk=1, dk=rank, hv=1, dv=rope, dtype=dtype)
-            yield in_turn(f"a step of {rank} and {rope} again, {dtype}", [make("", [slot], geometry=sizes) for slot in range(5)])
+            yield in_turn(f"a step of {rank} and {rope} again, {dtype}", [make("", [slot], geometry=sizes) for slot in _STEPS])
 
     def together() -> Iterable[Case]:
         for seed, how in enumerate(covering(_FACTORS)):
@@ -107,7 +108,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
     gaps = ("padded slots", "padded blocks", "odd steps")
     one = {"lead": (13,), "index_order": "one", "rows": "contiguous" if "gather" in area.op else "one token for all"}
     wide = attrs.evolve(area.base, num_blocks=80, block=16)
-    far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
+    large = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
     whole = "nhd" if "gather" in area.op else "untouched memory"  # what is read is not all zeros
     thin = Geometry.even(1, 1, num_blocks=2**20 + 1, block=16, dtype="uint8")  # more than 2**24 slots
     return {
@@ -116,8 +117,9 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         "rows": () if "gather" in area.op else (area.in_rows_and_batches(("values behind one token", "values of the first token")),),
         "parts": (
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
-            [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool=whole)],
+            [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=large, pool=whole)],
             [make("behind 2**24 slots", [2**24 + 1, 16, 2**24 + 15], geometry=thin, pool=whole)],
+            functools.partial(far, area.op),
         ),
         "beyond": ([make("behind 1024 good ones", [*range(1024), 80 * 16], geometry=wide)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),

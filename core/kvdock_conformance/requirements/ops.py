@@ -13,8 +13,8 @@ import attrs
 
 from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
-from kvdock_conformance.checking import any_op, fences, plans, repeated, resources
-from kvdock_conformance.checking.pools_shared import check_shared_pools
+from kvdock_conformance.checking import any_op, fences, many_calls, plans, repeated, resources
+from kvdock_conformance.checking.pools_shared import check_new_threads, check_shared_pools
 from kvdock_conformance.checking.refusals import check_mistake, check_recovery
 from kvdock_conformance.checking.surroundings import check_surroundings
 from kvdock_conformance.requirement import Capability, Case, Check, Extended, Level, Requirement, cases_at
@@ -36,6 +36,7 @@ class OpRequirement:
         needs: what it takes.
         by_area: whether areas of their own ask it of the ops of `kvdock_conformance.cases.every_op`.
         limit_s: how long one case may take in seconds.
+        level: at which level it is asked.
     """
 
     id: str
@@ -45,10 +46,11 @@ class OpRequirement:
     needs: Capability = any_op.BY_ANYBODY
     by_area: bool = False
     limit_s: float = 60.0
+    level: Level = Level.CORE
 
     def of(self, op: str, cases: Sequence[Case] = _UNREADY, unready: str = "") -> Requirement:
         """Return it as a requirement of one op, with cases; or with why there are none, which leaves it open."""
-        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, Level.CORE, self.needs, limit_s=self.limit_s)
+        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, self.level, self.needs, limit_s=self.limit_s)
         return attrs.evolve(made, unready=unready)
 
 
@@ -228,5 +230,36 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         "A call behind one that raised, by its own thread or by another, is served as if that had not been.",
         check_recovery,
         any_calls.behind_an_error,
+    ),
+    OpRequirement(
+        "KVD-OP-026",
+        "Nothing is kept for a number of tokens that comes once.",
+        resources.check_leaks_of_counts,
+        any_calls.once_each,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-027",
+        "A plan that is destroyed gives back all that was taken to prepare and call it.",
+        resources.check_given_back,
+        any_calls.changing,
+        plans.OWN_PLANS,
+        by_area=True,
+        limit_s=180.0,
+    ),
+    OpRequirement(
+        "KVD-OP-028",
+        "A call that was made very often is served like the first, by what repeats it and by its plan.",
+        many_calls.check_many_calls,
+        any_calls.very_often,
+        limit_s=120.0,
+    ),
+    OpRequirement(
+        "KVD-OP-029",
+        "However many threads come, call and go, each is served like the first, and leaves nothing behind.",
+        check_new_threads,
+        any_calls.threaded,
+        by_area=True,
+        level=Level.EXTENDED,
     ),
 )

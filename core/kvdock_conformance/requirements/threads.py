@@ -117,9 +117,10 @@ def _reads() -> Iterator[Case]:
 
 
 def _each_op() -> Iterator[Case]:
-    for op in EVERY:
+    # Five rounds of these are more than tables of 128 have room for, and of 256.
+    for op, (threads, level) in itertools.product(EVERY, ((32, Level.CORE), (80, Level.EXTENDED))):
         drawing = Drawing()
-        yield Case(op, drawing.case(OpCall(op, tokens=3).call(drawing)))
+        yield Case(f"{op} by {threads} threads", drawing.case(OpCall(op, tokens=3).call(drawing), threads=threads), level)
 
 
 def _two(op: str, count: int) -> tuple[Made, Made]:
