@@ -359,9 +359,7 @@ def _padding_anywhere(run: BackendCall, args: Args) -> None:
         args["k_out"].masked_fill_((slots < 0)[..., None, None], torch.zeros(()))
 
 
-@FAULTS.call(
-    _WRITE, "hygiene-warns-of-unlike-heads", "Where keys and values have other heads, that is warned of behind keys.", "KVD-HYGIENE-017"
-)
+@FAULTS.call(_WRITE, "hygiene-warns-of-unlike-heads", "Heads that are unlike are warned of behind keys.", "KVD-HYGIENE-017")
 def _warns_of_unlike(run: BackendCall, args: Args) -> None:
     before = args["v_cache"].clone()
     run(args)

@@ -117,6 +117,23 @@ def _in_whole_words() -> FaultyCall:
 
 @FAULTS.plan(
     LATENT_WRITE.op,
+    "mla-known-padding-of-minus-one",
+    "Behind three calls like it, the slot of one token is taken for padding where it is -1 alone, and else for its remainder.",
+    *_ids(LATENT_WRITE, "repeated"),
+)
+def _known_padding() -> FaultyCall:
+    steps: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        slots, (blocks, block) = args["slot_mapping"], args["kv_cache"].shape[:2]
+        steps.extend([1] * (slots.numel() == 1))
+        run({**args, "slot_mapping": slots % (blocks * block) if len(steps) > 3 and slots.numel() == 1 and int(slots) < -1 else slots})
+
+    return call
+
+
+@FAULTS.plan(
+    LATENT_WRITE.op,
     "mla-known-parts-together",
     "Behind three calls like it, the rotary part of one token is read behind its latent, where that of the first call was.",
     *_ids(LATENT_WRITE, "meeting"),

@@ -100,6 +100,16 @@ class _InAByte(Rebuilt):
         return counted
 
 
+@FAULTS.planned(_WRITE, "desc-fixed-padding-of-minus-one", "A repeated call takes -1 alone for padding.", "KVD-DESC-013", by_address=True)
+class _MinusOne(Rebuilt):
+    """Refuses other negative slots."""
+
+    def changed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype in (torch.int32, torch.int64) and int(tensor.min()) < -1:
+            raise kvdock.IndexRangeError(f"{_WRITE}: slot_mapping[0]", expected="a slot", got=int(tensor.min()), fix="pass -1 for padding")
+        return tensor
+
+
 @FAULTS.plan(_STATIC, "desc-calls-in-a-byte", "A plan counts its calls in a byte, and leaves the 256th.", "KVD-DESC-016")
 def _calls_in_a_byte() -> FaultyCall:
     count = itertools.count(1)
