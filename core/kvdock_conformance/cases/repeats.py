@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,9 +12,9 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.every_op import INDEX, OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import Geometry, Pair
-from kvdock_conformance.requirement import Case
+from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["repeats"]
+__all__ = ["alignments", "repeats", "very_often"]
 
 _SMALL = Geometry(num_blocks=8, block=8)
 _ROW = _SMALL.hk * _SMALL.dk
@@ -59,6 +60,42 @@ def repeats() -> Iterator[Case]:
         yield Case(f"{op}, each argument in turn from elsewhere", drawing.case(*(call(op, **args) for args in turned)))
         if op in _PADDED:
             yield Case(f"{op}, indices written anew where they lie", _in_place(op))
+
+
+def very_often() -> Iterator[Case]:
+    """Yield a call of each op that is to be made again and again, of one token, and of three."""
+    for op, (times, level) in itertools.product(OPS, ((270, Level.CORE), (65_550, Level.EXTENDED))):
+        for tokens in (1, 3)[: 1 if level is Level.EXTENDED else 2]:
+            drawing = Drawing()
+            made = OpCall(op, tokens=tokens, geometry=_SMALL).call(drawing)
+            yield Case(f"{op}, {tokens} tokens, {times} times", drawing.case(made, times=times), level)
+
+
+def alignments() -> Iterator[Case]:
+    """Yield calls at multiples of 16 bytes, followed by others at addresses that are not, and the other way round."""
+    for op in OPS:
+        for dtype, size in (("bfloat16", 2), ("float32", 4))[: 1 if op == "copy_blocks_" else 2]:
+            first = OpCall(op, tokens=3, geometry=attrs.evolve(_SMALL, dtype=dtype))
+            for order in (1, -1):
+                drawing, calls = Drawing(), []
+                caches = first.caches(drawing)
+                for past in (0, *(step for step in (2, 4, 8) if step >= size), 0)[::order]:
+                    for names in (("k_cache", "v_cache"), ("k", "v", "k_out", "v_out"))[: 1 if op == "copy_blocks_" else 2]:
+                        calls.append(_moved_by(op, first.arguments(drawing, caches), names, past))
+                yield Case(f"{op}, {dtype}, {'aligned first' if order == 1 else 'aligned last'}", drawing.case(*_roomy(drawing, calls)))
+
+
+def _moved_by(op: str, args: dict[str, Any], names: Sequence[str], past: int) -> dict[str, Any]:
+    """Return a call with some of its tensors moved by so many bytes."""
+    moved = {name: attrs.evolve(value, offset=value.offset + past) if name in names else value for name, value in args.items()}
+    return {"op": op, "args": {name: value.spec() for name, value in moved.items()}}
+
+
+def _roomy(drawing: Drawing, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make room behind what was moved, and return the calls."""
+    for arena in drawing.arenas:
+        arena["bytes"] += 16
+    return calls
 
 
 def _of_one_row() -> dict[str, Any]:

@@ -49,7 +49,8 @@ def _by_name(target: Target) -> str:
     """Return that calls by functions must name the backend, and what would have them as they come; empty where they need not."""
     if all(map(target.is_chosen, target.backend.kernels())):
         return ""
-    variable = f"{PER_DEVICE}{target.device.type.upper()}"
+    kind = target.device.type
+    variable = f"{PER_DEVICE}{kind.upper()}"
     return f"calls by functions were made under use_backend, and so never repeated by Descriptor.fix; {variable}={target.name} has them so"
 
 

@@ -11,7 +11,7 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
-from kvdock_conformance.cases.repeats import repeats
+from kvdock_conformance.cases.repeats import alignments, repeats, very_often
 from kvdock_conformance.checking import many_calls, plans, repeated
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
@@ -109,41 +109,6 @@ def _changing(first: OpCall) -> list[OpCall]:
     return [*changed, *(attrs.evolve(call, seed=6) for call in changed)]
 
 
-def _alignments() -> Iterable[Case]:
-    """Return calls at multiples of 16 bytes, followed by others at addresses that are not, and the other way round."""
-    for op in OPS:
-        for dtype, size in (("bfloat16", 2), ("float32", 4))[: 1 if op == "copy_blocks_" else 2]:
-            first = OpCall(op, tokens=3, geometry=attrs.evolve(_SMALL, dtype=dtype))
-            for order in (1, -1):
-                drawing, calls = Drawing(), []
-                caches = first.caches(drawing)
-                for past in (0, *(step for step in (2, 4, 8) if step >= size), 0)[::order]:
-                    for names in (("k_cache", "v_cache"), ("k", "v", "k_out", "v_out"))[: 1 if op == "copy_blocks_" else 2]:
-                        calls.append(_moved(op, first.arguments(drawing, caches), names, past))
-                yield Case(f"{op}, {dtype}, {'aligned first' if order == 1 else 'aligned last'}", drawing.case(*_roomy(drawing, calls)))
-
-
-def _very_often() -> Iterable[Case]:
-    """Return a call of each op that is to be made again and again, and one of one token."""
-    for op, (times, level) in itertools.product(OPS, ((270, Level.CORE), (65_550, Level.EXTENDED))):
-        for tokens in (1, 3)[: 1 if level is Level.EXTENDED else 2]:
-            case = _sequence(f"{tokens} tokens, {times} times", [OpCall(op, tokens=tokens, geometry=_SMALL)], times=times)
-            yield attrs.evolve(case, level=level)
-
-
-def _moved(op: str, args: dict[str, Any], names: Sequence[str], past: int) -> dict[str, Any]:
-    """Return a call with some of its tensors moved by so many bytes."""
-    moved = {name: attrs.evolve(value, offset=value.offset + past) if name in names else value for name, value in args.items()}
-    return {"op": op, "args": {name: value.spec() for name, value in moved.items()}}
-
-
-def _roomy(drawing: Drawing, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make room behind what was moved, and return the calls."""
-    for arena in drawing.arenas:
-        arena["bytes"] += 16
-    return calls
-
-
 def _two(first: OpCall) -> list[OpCall]:
     """Return two signatures in turns, of contiguous caches: what refuses others prepares plans for these."""
     return [attrs.evolve(first, seed=seed, geometry=(_SMALL, _MORE_HEADS)[seed % 2]) for seed in range(5)]
@@ -180,7 +145,7 @@ REQUIREMENTS = [
         4,
         "A plan that was prepared for tensors at multiples of 16 bytes is never used for tensors at addresses of another kind.",
         plans.check_changes,
-        _alignments,
+        alignments,
     ),
     _require(
         5,
@@ -259,6 +224,6 @@ REQUIREMENTS = [
         16,
         "A call that was made very often is served like the first, by what repeats it and by its plan.",
         many_calls.check_many_calls,
-        _very_often,
+        very_often,
     ),
 ]
