@@ -212,7 +212,6 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         "A plan that is destroyed gives back all that was taken to prepare and call it.",
         resources.check_given_back,
         any_calls.changing,
-        plans.OWN_PLANS,
         by_area=True,
         limit_s=180.0,
     ),
