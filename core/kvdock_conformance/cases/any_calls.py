@@ -42,7 +42,7 @@ __all__ = [
 
 _COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257)
 _FEW = (3, 1, 8)
-_BETWEEN = tuple(count for count in range(9, 45) if count not in _COUNTS)
+_SELDOM = range(67, 127, 2)  # as many tokens as no other case has
 
 
 def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
@@ -200,10 +200,10 @@ def leaking(op: Drawable) -> Iterator[Case]:
 
 
 def once_each(op: Drawable) -> Iterator[Case]:
-    """Yield calls of few numbers of tokens, which come first, and then of many between them."""
+    """Yield calls of few numbers of tokens, which come first, and then of many others."""
     first = _settled(op, sizes="many")
-    calls = [first, *_others(first, (*_FEW, *_BETWEEN), ())]
-    if len(calls) > len(_BETWEEN):
+    calls = [first, *_others(first, (*_FEW, *_SELDOM), ())]
+    if len(calls) > len(_SELDOM):
         yield Case("each number once", in_turn(calls, warm=1 + len(_FEW)))
 
 

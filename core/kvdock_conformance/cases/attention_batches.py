@@ -23,6 +23,7 @@ __all__ = [
     "edges",
     "every_two",
     "garbage",
+    "groups",
     "heavy",
     "index_values",
     "joins",
@@ -93,6 +94,24 @@ def addresses() -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         made = Attention([20, 0, 45, 1], [3, 0, 20, 1], dtype, dims=(64, 64), starts=[7, 0, 9, 0], sinks=True)
         yield from at_any_address(Case(dtype, made.case()))
+
+
+def groups() -> Iterator[Case]:
+    """Yield batches in which several heads of the cache each have many query heads, of no power of two, or of one."""
+    factors = {
+        "heads": ((10, 2), (14, 2), (28, 4), (9, 3), (33, 3), (24, 8), (7, 7)),
+        "sinks": (True, False),
+        "softcap": (None, 3.0),
+        "window": (None, 7),
+        "lse": (True, False),
+        "dtype": ("float32", "bfloat16"),
+        "counts": (None, (3, 0, 20, 1)),
+        "starts": (None, (7, 0, 9, 0)),
+    }
+    for how in covering(factors):
+        options = {name: how.pop(name) for name in ("softcap", "window")}
+        name = ", ".join(f"{key} {value}" for key, value in {**how, **options}.items())
+        yield Case(name, Attention([20, 5, 45, 1], options=options, **how).case())
 
 
 _READ = ("q", "block_table", "seq_lens", "starts")
@@ -352,18 +371,26 @@ def parts() -> Iterator[Case]:
 
 
 def alone() -> Iterator[Case]:
-    """Yield batches, then each of their sequences alone."""
+    """Yield batches, then some of their sequences alone: few that are long, and more than are attended to at once."""
     for dtype, counts, dims in itertools.product(("float32", "bfloat16"), (None, [1, 3, 70, 1, 1]), ((64, 64), (24, 8))):
         made = Attention([20, 5, 300, 1, 1100], counts, dtype=dtype, dims=dims, garbage="numbers")
-        drawing = Drawing(5)
-        args = made.batch(drawing).args
-        ends = [0, *itertools.accumulate(counts or [1] * 5)]
-        calls, queries = [args], [[*pair] for pair in itertools.pairwise(ends)]
-        for row, (begin, end) in enumerate(queries):
-            own = {name: attrs.evolve(args[name].slice(0, row, row + 1), values=None) for name in ("block_table", "seq_lens")}
-            own |= {"q": args["q"].slice(0, begin, end), "out": drawing.tensor(dtype, (end - begin, 4, dims[1]))}
-            own |= {"lse": drawing.tensor("float32", (end - begin, 4))}
-            own |= {"cu_query_lens": drawing.tensor("int64", (2,), values=[0, end - begin])} if counts else {}
-            calls.append({**args, **own})
-        name = f"{dtype}, {dims[0]} and {dims[1]}, {'chunks' if counts else 'one each'}"
-        yield Case(name, drawing.case(*(call(OP, **one) for one in calls), places=[], queries=queries))
+        yield _alone(f"{dtype}, {dims[0]} and {dims[1]}, {'chunks' if counts else 'one each'}", made, range(5))
+    for dtype, rows in itertools.product(("float32", "bfloat16"), (17, 65, 300)):
+        made = Attention([1 + row * 7 % 40 for row in range(rows)], dtype=dtype, garbage="numbers")
+        yield _alone(f"{dtype}, {rows} sequences", made, (0, rows // 2, rows - 1))
+
+
+def _alone(name: str, made: Attention, rows: Sequence[int]) -> Case:
+    """Return a batch, and then some of its sequences alone."""
+    drawing = Drawing(5)
+    args = made.batch(drawing).args
+    ends = [0, *itertools.accumulate(made.counts or [1] * len(made.lens))]
+    calls, queries = [args], [[ends[row], ends[row + 1]] for row in rows]
+    for row, (begin, end) in zip(rows, queries, strict=True):
+        own = {name: args[name].slice(0, row, row + 1) for name in ("block_table", "seq_lens")}
+        own = {name: attrs.evolve(view, values=None) for name, view in own.items()}
+        own |= {"q": args["q"].slice(0, begin, end), "out": drawing.tensor(made.dtype, (end - begin, made.heads[0], made.dims[1]))}
+        own |= {"lse": drawing.tensor("float32", (end - begin, made.heads[0]))}
+        own |= {"cu_query_lens": drawing.tensor("int64", (2,), values=[0, end - begin])} if made.counts else {}
+        calls.append({**args, **own})
+    return Case(name, drawing.case(*(call(OP, **one) for one in calls), places=[], queries=queries))

@@ -84,9 +84,10 @@ class Computing:
 def _attend(like: Like, drawing: Drawing, pools: Pair) -> dict[str, Any]:
     """Return queries over contexts that reach into the first and the last block, one for each sequence, or where padded none or two.
 
-    ``like.more`` has ``group``, ``width`` of the table, how many ``blocks`` it may name, ``starts``, ``sinks``, ``lse`` and options.
+    ``like.more`` has ``group``, ``width`` of the table, how many ``blocks`` it may name, ``starts``, ``sinks``, ``lse`` and options; and
+    ``full`` where the last context takes all of its row, behind which the table ends.
     """
-    more = {"group": 2, "width": 3, "blocks": pools[0].shape[0], "lse": True, "starts": False, "sinks": False, **like.more}
+    more = {"group": 2, "width": 3, "blocks": pools[0].shape[0], "lse": True, "starts": False, "sinks": False, "full": False, **like.more}
     count, block, heads = like.count, pools[0].shape[1], like.sizes.hk * more["group"]
     rows = attrs.evolve(like.sizes, hk=heads, hv=heads)
     q = SOURCES[like.source](drawing, rows, (count,))[0]
@@ -97,10 +98,11 @@ def _attend(like: Like, drawing: Drawing, pools: Pair) -> dict[str, Any]:
     index = {"seq_lens": lens, "starts": [row % 3 % (length + 1) for row, length in enumerate(lens)] if more["starts"] else None}
     index["cu_query_lens"] = [0, *itertools.accumulate(counts)] if like.is_padded else None
     outside = [(pools[0].shape[0], -1)[row % 2] for row in range(count)]  # behind the pool, or in front of it
-    values = [each for row, last in zip(table, outside, strict=True) for each in (*row, last)]
+    columns = more["width"] + (not more["full"])
+    values = [each for row, last in zip(table, outside, strict=True) for each in (*row, last)[:columns]]
     return {
         "q": q,
-        "block_table": drawing.tensor("int32", (count, more["width"] + 1), values=values),
+        "block_table": drawing.tensor("int32", (count, columns), values=values),
         **{name: values and drawing.tensor(like.index, (len(values),), values=values) for name, values in index.items()},
         "sinks": drawing.tensor("float32", (heads,), fill="numbers") if more["sinks"] else None,
         "max_query_len": max(counts),
@@ -119,6 +121,7 @@ def _contexts(seed: int, counts: Sequence[int], block: int, more: Mapping[str, A
     lens = [max(count, 1 + choose.randrange(width * block)) for count in counts]
     table[0] = [blocks - 1, *range(width - 1)] if seed % 2 else [0, blocks - 1, *range(width - 2)]
     lens[0] = max(counts[0], width * block - (seed + 1) % 2)
+    lens[-1] = width * block if more["full"] else lens[-1]
     return [[each % blocks for each in row] for row in table], lens
 
 

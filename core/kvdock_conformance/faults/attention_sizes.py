@@ -114,3 +114,20 @@ FAULTS.append(
 def _most_not_checked(run: BackendCall, args: Args) -> None:
     sums = args["cu_query_lens"]
     run(args if sums is None or len(sums) < 2 else {**args, "max_query_len": max(args["max_query_len"], int(sums.diff().max()))})
+
+
+@FAULTS.call(OP, "attn-sinks-by-groups-rounded-up", "Sinks are found as if a group were as large as a power of two.", "KVD-ATTN-001")
+def _by_groups_rounded_up(run: BackendCall, args: Args) -> None:
+    heads, of_cache = args["q"].shape[1], args["k_cache"].shape[2]
+    group = heads // max(of_cache, 1)
+    if args["sinks"] is not None and group > 4 and group & (group - 1):
+        places = [head // group * (1 << group.bit_length()) + head % group for head in range(heads)]
+        args = {**args, "sinks": args["sinks"][[min(place, heads - 1) for place in places]]}
+    run(args)
+
+
+@FAULTS.call(OP, "attn-many-rows-in-other-bits", "Of more than 16 sequences, results are rounded once more.", "KVD-ATTN-009")
+def _in_other_bits(run: BackendCall, args: Args) -> None:
+    run(args)
+    if len(args["seq_lens"]) > 16 and args["out"].dtype == torch.float32:
+        args["out"].mul_(1 + 2**-22)

@@ -66,6 +66,16 @@ def _in_front(name: str) -> Callable[[Args], None]:
     return peek
 
 
+def _next_block(args: Args) -> None:
+    """Read the id behind the last one, of a row that is full, as whoever reads one ahead does."""
+    table, lens = args["block_table"], args["seq_lens"]
+    if len(lens) and 0 < int(lens[-1]) == table.shape[1] * args["k_cache"].shape[1]:
+        ctypes.string_at(table.data_ptr() + _span(table), table.element_size())
+
+
+_beside("next-block", "The id behind that of the last block is read.", ATTENTION, _next_block)
+
+
 @FAULTS.call(ATTENTION, "reads-queries-scaled-and-restored", "Without sums, queries are scaled, and then restored.", "KVD-READ-001")
 def _restored(run: BackendCall, args: Args) -> None:
     root = args["q"].shape[2] ** 0.5

@@ -126,3 +126,17 @@ def _lengths_advanced(run: BackendCall, args: Args) -> None:
     run(args)
     if isinstance(args["cache_lengths"], torch.Tensor):
         args["cache_lengths"].add_(args["k"].shape[2])
+
+
+@FAULTS.call(
+    _OP,
+    "static-negative-lengths-of-many",
+    "Behind eight rows, a negative length is padding.",
+    "KVD-STATIC-007",
+)
+def _negative_of_many(run: BackendCall, args: Args) -> None:
+    starts = _starts(args)
+    if len(starts) > 8 and min(starts[:8]) >= 0 > min(starts):
+        _store_at(args, starts)
+    else:
+        run(args)

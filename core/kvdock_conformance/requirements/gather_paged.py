@@ -86,7 +86,7 @@ _SENTENCES = (
     "two or more than a thread block holds.",
     "When tokens are read, keys and values may differ in heads and in elements.",
     "A call may ask for any number of tokens.",
-    "More tokens than a launch grid has rows are all read.",
+    "More tokens than a launch grid has rows are all read, and more tokens and heads together.",
     "Each pool is read by its own strides, whatever the order of its dimensions in memory.",
     "When tokens are read, a pool may be part of a larger tensor: one of two halves, one layer of many, or blocks "
     "with something behind them.",

@@ -37,7 +37,7 @@ REQUIREMENTS = (
         "Every result is within bounds of attention in float64, whatever two properties meet in a call and wherever its tensors "
         "begin, and no other byte is changed.",
         check_computed,
-        lambda: (*attention_batches.every_two(), *attention_batches.addresses(), *attention_batches.shared()),
+        lambda: (*attention_batches.every_two(), *attention_batches.groups(), *attention_batches.addresses(), *attention_batches.shared()),
     ),
     _asked(
         2,

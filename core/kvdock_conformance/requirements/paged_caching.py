@@ -61,7 +61,7 @@ _SENTENCES = (
     "A token may have any number of heads, also where heads times elements is no power of two or more than a thread block holds.",
     "Keys and values may differ in heads and in elements.",
     "A call may bring any number of tokens.",
-    "More tokens than a launch grid has rows are all written.",
+    "More tokens than a launch grid has rows are all written, and more tokens and heads together.",
     "Each pool is written by its own strides, whatever the order of its dimensions in memory.",
     "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
     "Keys and values of tokens are read by their own strides, without being made contiguous first.",

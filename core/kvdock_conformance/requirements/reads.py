@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -40,14 +40,19 @@ _FORMS = (
 )
 
 
+def _ends(geometry: Geometry) -> Sequence[Mapping[str, Any]]:
+    """Return what an op that computes is told, so that a context is the whole pool, and the last one its whole row of the table."""
+    return {"width": geometry.num_blocks}, {"full": True, "starts": True, "sinks": True}
+
+
 def _to_the_ends() -> Iterator[Case]:
     """Yield, for each op, calls that reach the first and the last row of each tensor."""
     for op in EVERY:
         for pool, source, level in _FORMS:
             for geometry in _ROWS:
                 drawing, plain = Drawing(), OpCall(op, pool=pool, source=source, geometry=geometry)
-                in_a_row = [{"width": geometry.num_blocks}] if op in COMPUTING else []  # the blocks of a sequence are the whole pool
-                calls = [each for more in (*ways(op), *in_a_row) for each in _calls(drawing, attrs.evolve(plain, more=more))]
+                more_ways = (*ways(op), *_ends(geometry)) if op in COMPUTING else ways(op)
+                calls = [each for more in more_ways for each in _calls(drawing, attrs.evolve(plain, more=more))]
                 yield Case(
                     f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}",
                     drawing.case(*calls),

@@ -189,7 +189,13 @@ class SlotArea(Area):
             12: (self.heads(),),
             13: (self.unlike(),),
             14: ([make(f"T = {count}", lead=(count,), geometry=_BIG) for count in counts],),
-            15: ([make(f"T = {count}", lead=(count,), geometry=wide) for count in many],),
+            15: (
+                [make(f"T = {count}", lead=(count,), geometry=wide) for count in many],
+                [
+                    make(f"T = {count} of {heads} heads", lead=(count,), geometry=even(heads, 1, num_blocks=80, block=16))
+                    for count, heads in ((1100, 60), (300, 256), (3, 22_000))
+                ],
+            ),
         }
 
     def _layouts(self) -> Mapping[int, Sequence[Cases]]:

@@ -41,6 +41,11 @@ def _few_and_many(argument: str, names: Sequence[str]) -> list[Update]:
     ]
 
 
+def _last_of_many(length: int) -> list[Update]:
+    """Return updates of many rows, of which the last has a length."""
+    return [Update(f"the last of {batch} rows", [*[3] * (batch - 1), length], geometry=_of(batch, heads=1)) for batch in (9, 33, 1025)]
+
+
 def _forms(lengths: Sequence[int], text: str, **settings: Any) -> list[Update]:
     """Return one update for each way to pass lengths: those of a case, the first of them where there is one for all rows."""
     one = lengths[0]
@@ -157,6 +162,7 @@ REQUIREMENTS = [
             Update("largest int32", [3, INT32_MAX, 3], index="int32"),
             Update("in a cache with gaps", [3, 12, 3], pool="padded blocks"),
             Update("rows with heads outermost", [3, 3, 13], pool="heads outermost"),
+            *_last_of_many(12),
         ],
         lambda: [in_turn("a position at a time, to the end and beyond", [Update("", at, new=1) for at in range(11, 17)])],
     ),
@@ -173,6 +179,7 @@ REQUIREMENTS = [
             Update("smallest int64", [3, -(2**63), 3]),
             Update("-2**32 + 3", [3, -(2**32) + 3, 3]),
             Update("smallest int32", [INT32_MIN, 3, 3], index="int32"),
+            *_last_of_many(-1),
         ],
     ),
     AREA.require(
@@ -293,10 +300,14 @@ REQUIREMENTS = [
     ),
     AREA.require(
         22,
-        "More rows than a launch grid has are all written.",
+        "More rows than a launch grid has are all written, and more rows, heads and new positions together.",
         [
             Update(f"{batch} rows", [0, 1, 2], shape=(batch,), new=1, geometry=_of(batch=batch, length=4, heads=1, dim=2))
             for batch in (65_535, 65_537)
+        ],
+        [
+            Update(f"{batch} rows of {heads} heads, {new} new", 1, new=new, geometry=_of(batch, new + 2, heads, dim=1, dtype="uint8"))
+            for batch, heads, new in ((1, 1, 65_537), (1, 65_537, 1), (3, 22_000, 1), (257, 256, 1), (3, 1, 22_000), (2, 190, 190))
         ],
         level=Level.EXTENDED,
     ),
