@@ -24,6 +24,7 @@ __all__ = [
     "every_two",
     "garbage",
     "groups",
+    "growing",
     "heavy",
     "index_values",
     "joins",
@@ -60,6 +61,8 @@ _LONG: Mapping[str, Sequence[Any]] = {
     "counts": ("one each", "many"),
 }
 _EDGES = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 0, 255, 256, 257, 511, 513, 1025)
+_PROMPTS = (15, 17, 31, 34, 63, 66, 127, 129, 131, 140, 259)
+"""As many queries as fill tiles of powers of two, all but one, or a few of the next."""
 
 
 def _drawn(number: int, longest: int, **how: Any) -> Attention:
@@ -144,6 +147,8 @@ def edges() -> Iterator[Case]:
         "starts": {"starts": [length // 3 for length in _EDGES]},
         "no cause": {"options": {"causal": False}},
         "chunks": {"counts": [min(length, 33) for length in _EDGES]},
+        "prompts": {"lens": _PROMPTS, "counts": _PROMPTS},
+        "prompts behind others": {"lens": [length + 150 for length in _PROMPTS], "counts": _PROMPTS},
         "chunks, capped": {"counts": [min(length, 5) for length in _EDGES], "options": {"softcap": 2.0}},
         "a long one alone": {"lens": [4097]},
         "a long one alone, of one head": {"lens": [4097], "heads": (1, 1)},
@@ -154,6 +159,16 @@ def edges() -> Iterator[Case]:
     }
     for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
         yield Case(f"{name}, {dtype}", attrs.evolve(plain, **{"dtype": dtype, "heads": (4, 2), **how}).case())
+
+
+def growing() -> Iterator[Case]:
+    """Yield calls of short contexts, and then of long ones, at the same addresses: what suits the first calls of a plan is too little."""
+    for counts, dtype in itertools.product((None, [1, 2]), ("float32", "bfloat16")):
+        made = Attention([2300, 700], counts, dtype, garbage="numbers", spare=0).case()
+        (one,) = made["calls"]
+        lens = ((5, 3), (6, 4), (7, 5), (8, 6), (600, 300), (2300, 700), (9, 2))
+        calls = [{**one, "args": {**one["args"], "seq_lens": {**one["args"]["seq_lens"], "values": [*values]}}} for values in lens]
+        yield Case(f"growing: {counts or 'one each'}, {dtype}", {**made, "calls": calls})
 
 
 _JOINS = (

@@ -400,6 +400,7 @@ def check_supports(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: an answer is no list of texts, differs from the one before, goes by what was asked before it, or asking
             changed the request.
+        Exception: what a kernel raises that takes memory for the answer.
     """
     op, served, dtypes = data["calls"][0]["op"], dict[Any, bool](), (*COPY_DTYPES, *QUANTISED_DTYPES)
     requests = [_request(target, data, number) for number in (0, -1)]
@@ -416,6 +417,14 @@ def check_supports(target: Target, data: Mapping[str, Any]) -> None:
         if served.setdefault(dtype, not answers[0]) == bool(answers[0]):
             what = f"{op}: supports() of {dtype} in two sizes, behind other dtypes and before them"
             raise NonconformanceError(what, expected="both or none", got=answers[0] or "no reason against the second alone")
+    _answer(f"{op}: supports() of pools that no memory has room for", kernel_of(target, op).supports(_boundless(requests[0])))
+
+
+def _boundless(request: kvdock.plugin.Request) -> kvdock.plugin.Request:
+    """Return a request for pools of 2**40 blocks: whoever takes memory to answer it gets none."""
+    pools = [arg.name for arg in schema_of(request.op).static_args if isinstance(request.args.get(arg.name), TensorMeta)]
+    huge = {name: attrs.evolve(meta, shape=(1 << 40, *meta.shape[1:])) for name in pools if (meta := request.tensor(name)).shape}
+    return attrs.evolve(request, args={**request.args, **huge})
 
 
 def _answer(what: str, answer: object) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -131,3 +132,29 @@ def _in_other_bits(run: BackendCall, args: Args) -> None:
     run(args)
     if len(args["seq_lens"]) > 16 and args["out"].dtype == torch.float32:
         args["out"].mul_(1 + 2**-22)
+
+
+@FAULTS.call(OP, "attn-few-behind-a-tile-left", "Up to 15 queries behind whole tiles of 128 get zeros.", "KVD-ATTN-002")
+def _few_behind_a_tile(run: BackendCall, args: Args) -> None:
+    run(args)
+    sums = [] if args["cu_query_lens"] is None else args["cu_query_lens"].tolist()
+    for begin, end in itertools.pairwise(sums):
+        if end - begin > 128 and (end - begin) % 128 < 16:
+            args["out"][end - (end - begin) % 128 : end] = 0
+
+
+@FAULTS.plan(
+    OP,
+    "attn-room-of-the-first-call",
+    "A plan has room for 512 keys, or twice those of its first call.",
+    "KVD-ATTN-002",
+)
+def _room_of_the_first() -> FaultyCall:
+    room: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        lens = args["seq_lens"]
+        room.extend([max(512, 2 * int(lens.max()))] * (not room and len(lens) > 0))
+        run({**args, "seq_lens": lens.clamp(max=room[0])} if room and args["cu_query_lens"] is None and args["starts"] is None else args)
+
+    return call

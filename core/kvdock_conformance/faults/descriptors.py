@@ -370,6 +370,17 @@ class _ReasonIsAString(OwnKernel):
         return "no float16" if request.tensor("k_cache").dtype == torch.float16 else self._inner.supports(request)
 
 
+@FAULTS.kernel(_GATHER, "desc-supports-tries-memory", "supports() takes as much memory as a pool has, to see that it can.", "KVD-DESC-010")
+class _TriesMemory(OwnKernel):
+    """Makes a pool of its own for each question."""
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        for meta in request.args.values():
+            if isinstance(meta, kvdock.plugin.TensorMeta) and None not in meta.shape:
+                torch.empty(meta.shape, dtype=torch.uint8)  # type: ignore[arg-type]  # sizes that are known
+        return self._inner.supports(request)
+
+
 @FAULTS.kernel(_STATIC, "desc-supports-changes-its-mind", "supports() says no where it said yes the last time.", "KVD-DESC-010")
 class _ChangesItsMind(OwnKernel):
     """Says no to float32 every other time."""

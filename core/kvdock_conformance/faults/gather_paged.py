@@ -93,3 +93,14 @@ def _zeros_once(run: BackendCall, args: Args) -> None:
     run(args)
     if is_about:
         bits(args["v_out"])[(0,) * (slots.dim() - 1)][1:] = 5
+
+
+@FAULTS.call(
+    _OP, "gather-rest-of-rows-left", "Of rows of a batch, tokens behind whole 32 are read of the first row alone.", "KVD-GATHER-007"
+)
+def _rest_of_rows(run: BackendCall, args: Args) -> None:
+    whole = args["slot_mapping"].shape[-1] // 32 * 32
+    before = {name: bits(args[name])[1:, whole:].clone() for name in ("k_out", "v_out") if args["slot_mapping"].dim() == 2 and whole}
+    run(args)
+    for name, rest in before.items():
+        bits(args[name])[1:, whole:] = rest

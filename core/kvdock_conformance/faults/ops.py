@@ -414,6 +414,7 @@ _OF_PLANS: Mapping[str, str] = {
     "arguments-shared-by-threads": "008",
     "tensors-kept": "009",
     "memory-kept": "009",
+    "supports-tries-memory": "017",
 }
 """Faults of plans that know nothing of an op, and what notices them in any."""
 

@@ -185,7 +185,7 @@ REQUIREMENTS = [
     _require(
         10,
         "Kernel.supports returns its reasons as a list of texts, gives the same answer to the same request, whatever it was asked before, "
-        "and changes nothing.",
+        "changes nothing, and takes no memory of the pools' size.",
         plans.check_supports,
         _each("every dtype", lambda first: [attrs.evolve(first, geometry=sizes) for sizes in _ASKED]),
     ),

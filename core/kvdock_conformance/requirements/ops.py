@@ -141,7 +141,8 @@ REQUIREMENTS: Sequence[OpRequirement] = (
     ),
     OpRequirement(
         "KVD-OP-017",
-        "Kernel.supports answers requests of every dtype with a list of reasons, the same each time, and does not change the request.",
+        "Kernel.supports answers requests of every dtype with a list of reasons, the same each time, changes no request, and takes no "
+        "memory of the pools' size.",
         plans.check_supports,
         any_calls.again,
     ),

@@ -44,7 +44,7 @@ REQUIREMENTS = (
         "At lengths, windows, starts and chunks around powers of two, and of many keys of which it is to see few, each query sees the keys "
         "that it is to see, no more and no less.",
         check_computed,
-        lambda: (*attention_batches.edges(), *attention_batches.joins()),
+        lambda: (*attention_batches.edges(), *attention_batches.joins(), *attention_batches.growing()),
     ),
     _asked(
         3,

@@ -158,7 +158,7 @@ class SlotArea(Area):
         make, even = self.make, self.sizes
         blocks = ((24, 1), (8, 3), (5, 16), (3, 48), (2, 256), (2, 512), (1, 16), (1, 13), (13, 1))
         far = ((90, 784), (130, 513), (170, 400))  # with more than 2**16 slots, as of hybrid models
-        counts, many = (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 513, 1024), (65_535, 65_536, 65_537)
+        counts, many = (1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 127, 128, 129, 513, 1024), (65_535, 65_536, 65_537)
         wide = even(1, 2, num_blocks=4200, block=16)
         return {
             7: (
@@ -170,6 +170,8 @@ class SlotArea(Area):
                     make(f"rows of a transposed {self.batch}", lead=(3, 4), rows="[B, H, q, D]"),
                     make(f"rows of a fused {self.batch}", lead=(2, 5), rows="fused qkv"),
                     make("rows with gaps", lead=(4, 3), rows="padded tokens"),
+                    *(make(f"two rows of {count}", lead=(2, count), geometry=_BIG) for count in counts if 1 < count < 513),
+                    *(make(f"{count} rows of two", lead=(count, 2), geometry=_BIG) for count in counts if 1 < count < 513),
                 ],
             ),
             8: (
