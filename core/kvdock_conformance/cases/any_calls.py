@@ -15,6 +15,7 @@ from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
 from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.pairs import covering
+from kvdock_conformance.checking.pool_thread import MADE_BY
 from kvdock_conformance.checking.surroundings import SURROUNDINGS
 from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
@@ -25,6 +26,7 @@ __all__ = [
     "changing",
     "every_two",
     "evicted",
+    "inside",
     "leaking",
     "new_counts",
     "on_one_memory",
@@ -119,6 +121,11 @@ def new_counts(op: Drawable) -> Iterator[Case]:
         yield Case("counts and steps", in_turn([first, *others], warm=1))
 
 
+def _last_dtypes(op: Drawable) -> dict[str, str]:
+    """Return what gives each argument the last of its dtypes."""
+    return {factor: values[-1] for factor, values in factors_of(op.schema, "even").items() if factor.endswith("dtype")}
+
+
 def _batches(op: Drawable) -> list[dict[str, Any]]:
     """Return what makes a call one of rows of tokens, if the op has such."""
     return [{"lead": rank} for rank in factors_of(op.schema, "even").get("lead", ()) if rank > 1]
@@ -180,9 +187,8 @@ def to_the_ends(op: Drawable) -> Iterator[Case]:
     tensors = [arg.name for arg in op.schema.args if arg.is_tensor]
     for sizes, memory in itertools.product(("even", "ones", "odd", "many"), ("dense", "wide gaps", "odd gaps")):
         how: dict[str, Any] = {f"{name} memory": memory for name in tensors}
-        yield Case(
-            f"sizes {sizes}, {memory}", in_turn([_settled(op, sizes=sizes, **how), _settled(op, 1, sizes=sizes, **how)], pools=False)
-        )
+        every = [_settled(op, seed, sizes=sizes, **how, **dtypes) for seed, dtypes in ((0, {}), (1, {}), (2, _last_dtypes(op)))]
+        yield Case(f"sizes {sizes}, {memory}", in_turn(every, pools=False))
 
 
 def on_one_memory(op: Drawable) -> Iterator[Case]:
@@ -205,6 +211,13 @@ def once_each(op: Drawable) -> Iterator[Case]:
     calls = [first, *_others(first, (*_FEW, *_SELDOM), ())]
     if len(calls) > len(_SELDOM):
         yield Case("each number once", in_turn(calls, warm=1 + len(_FEW)))
+
+
+def inside(op: Drawable) -> Iterator[Case]:
+    """Yield two calls of one signature, one to be made in the middle of the other, unless the op may go by what is there."""
+    first = _settled(op)
+    for by in MADE_BY if op.schema.name in CATALOG else ():
+        yield Case(f"by {by}", in_turn([first, attrs.evolve(first, seed=1)], pools=False, by=by))
 
 
 def threaded(op: Drawable) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import refer, schema_of, tolerance_of
 from kvdock_conformance.checking.memory import Arenas
@@ -195,17 +197,28 @@ def _by_its_own_thread(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _by_a_forked_process(call: Callable[[], object]) -> Callable[[], object]:
-    """Make a call in a copy of this process; what it writes there is not seen here, so it is made here too."""
+    """Make a call in a copy of this process, which a backend may refuse; what it writes there is not seen here, so it is made here too."""
     child = os.fork()
     if not child:
+        status = 1
         try:
             # GNU OpenMP waits for ever in the child for threads that only the parent has. That is torch's, and no backend's, to mend.
             torch.set_num_threads(1)
-            call()
+            with contextlib.suppress(kvdock.KVDockError):
+                call()
+            status = 0
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    return call
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+
+    def end() -> None:
+        call()
+        if ended:
+            what = "a process that was forked in the middle of a call, and made another"
+            expected, got = "the exit code 0: its call is made, or raises a KVDockError", os.waitstatus_to_exitcode(ended)
+            raise NonconformanceError(what, expected=expected, got=got)
+
+    return end
 
 
 MADE_BY: Mapping[str, MadeBy] = {"its own thread": _by_its_own_thread, "a forked process": _by_a_forked_process}

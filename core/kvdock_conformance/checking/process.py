@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kvdock
+from kvdock_conformance.checking.folder import folder_left_empty
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.settings import ProcessSettings, unchanged
 from kvdock_conformance.checking.target import Target
@@ -35,7 +36,7 @@ def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
     memory = Arenas(data["arenas"], target.device)
     for _ in range(ProcessSettings.most_workers):
         before = set(ProcessSettings.running())
-        with unchanged():
+        with unchanged(), folder_left_empty():
             for call in data["calls"]:
                 with contextlib.suppress(kvdock.UnsupportedError, kvdock.IndexRangeError):
                     target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})

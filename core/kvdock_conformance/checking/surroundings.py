@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import gc
 import itertools
@@ -22,6 +23,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock_conformance.checking.folder import folder_left_empty
 from kvdock_conformance.checking.meaning import forgive, schema_of
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.settings import unchanged
@@ -72,7 +74,8 @@ def _dressed(op: str, args: Mapping[str, Any], dress: Dress) -> dict[str, Any]:
 def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surroundings: str = "") -> list[Mapping[str, Any]]:
     """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
-    with SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext() as dress, unchanged():
+    context = contextvars.copy_context()  # a task's own, which plans are made in and used out of
+    with SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext() as dress, unchanged(), folder_left_empty():
         for call, args in made:
             if not _torch_works(target.device):
                 warned.append(call)  # nobody can write there so
@@ -80,7 +83,7 @@ def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surrounding
             if dress is not None:
                 args = _dressed(call["op"], args, dress)
             try:
-                target.call(call["op"], args)
+                context.run(target.call, call["op"], args)
             except Warning:
                 warned.append(call)
             except (kvdock.UnsupportedError, kvdock.IndexRangeError):

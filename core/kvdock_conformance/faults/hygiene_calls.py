@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -369,3 +370,18 @@ def _warns_of_unlike(run: BackendCall, args: Args) -> None:
         except UserWarning:
             bits(args["v_cache"]).copy_(bits(before))
             raise
+
+
+@FAULTS.call(
+    _COPY,
+    "hygiene-call-leaves-a-file",
+    "A call that raises leaves a file in the current folder.",
+    "KVD-HYGIENE-013",
+    host_only=("KVD-HYGIENE-013",),
+)
+def _leaves_a_file(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError as error:
+        Path("last.txt").write_text(str(error), encoding="utf-8")
+        raise

@@ -6,6 +6,7 @@ import functools
 import itertools
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -224,3 +225,17 @@ class _AskedLast(OwnKernel):
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         """Return a plan that does nothing for any other."""
         return plan if self.kept.get("last", request) == request else _NoPlan(plan)
+
+
+@FAULTS.call(_GATHER, "thread-parameters-of-many", "From 64 tokens on, arguments go by one place of the process.", "KVD-THREAD-003")
+@FAULTS.call(_COPY, "thread-parameters-of-many-copies", "From 64 pairs on, arguments go by one place of the process.", "KVD-THREAD-001")
+def _parameters_of_many(run: BackendCall, args: Args) -> None:
+    if max(len(args[name]) for name in ("slot_mapping", "block_pairs") if name in args) < 64:
+        run(args)
+        return
+    _PARAMETERS["args"] = args
+    time.sleep(0)
+    run(_PARAMETERS["args"])
+
+
+_PARAMETERS: dict[str, Args] = {}

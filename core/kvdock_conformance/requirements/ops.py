@@ -14,7 +14,7 @@ import attrs
 from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.checking import any_op, fences, many_calls, plans, repeated, resources
-from kvdock_conformance.checking.pools_shared import check_new_threads, check_shared_pools
+from kvdock_conformance.checking.pools_shared import check_inside, check_new_threads, check_shared_pools
 from kvdock_conformance.checking.refusals import check_mistake, check_recovery
 from kvdock_conformance.checking.surroundings import check_surroundings
 from kvdock_conformance.requirement import Case, Level, Requirement, cases_at
@@ -230,5 +230,12 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         any_calls.threaded,
         by_area=True,
         level=Level.EXTENDED,
+    ),
+    OpRequirement(
+        "KVD-OP-030",
+        "A call in the middle of another, by its own thread or by a process that is forked there, neither disturbs it nor waits for it.",
+        check_inside,
+        any_calls.inside,
+        by_area=True,
     ),
 )

@@ -35,6 +35,7 @@ _SIZES = (
     ("rows of six bytes", OpCall("", geometry=Geometry.even(1, 3, num_blocks=16, block=16)), Level.EXTENDED),
 )
 _FEW_ROWS = (("few rows", OpCall("", geometry=Geometry(num_blocks=3, block=16)), Level.CORE),)
+_MANY_BLOCKS = (("many blocks", OpCall("", geometry=Geometry(num_blocks=288, block=2)), Level.CORE),)
 _FIRST = 18  # so many pairs: of the first two, the steps are counted
 _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
@@ -92,6 +93,7 @@ def met(name: str, data: Mapping[str, Any], level: Level = Level.CORE) -> Iterat
 def _other_blocks() -> Iterator[Case]:
     yield from _at_once("writes", _slots("paged_caching_", range(64)), _slots("paged_caching_", range(128, 192)))
     yield from _at_once("copies", _pairs(0, 1, 4, 5), _pairs(2, 3, 4, 6))
+    yield from _at_once("copies of many", _pairs(*range(140)), _pairs(*range(140, 280)), sizes=_MANY_BLOCKS)
     yield from _at_once("a write and a copy", _slots("paged_caching_", range(64)), _pairs(12, 13, 14, 15))
 
 
@@ -101,6 +103,7 @@ def _same_blocks() -> Iterator[Case]:
     padded = (_slots("paged_caching_", [*half[:9], -1, *half[10:]]) for half in (_EVEN, _ODD))
     yield from _at_once("every other slot, with padding", *padded, sizes=_SIZES[:1])
     yield from _at_once("positions of one row", _lengths(0), _lengths(3))
+    yield from _at_once("many positions of one row", _lengths(0, 8), _lengths(8, 8), sizes=_SIZES[:1])
     yield from _at_once("one position of each row", _lengths(0, 1), _lengths(3, 1), sizes=(*_SIZES[:1], *_FEW_ROWS))
 
 
@@ -111,6 +114,9 @@ def _reads() -> Iterator[Case]:
         yield from _at_once(f"{op} beside a write", _computes(op, 1), _slots("paged_caching_", range(128, 192)), fits=own.fits)
         yield from _at_once(f"two calls of {op}", _computes(op, 1), _computes(op, 2), fits=own.fits)
     yield from _at_once("two gathers", _slots("gather_paged", _EVEN), _slots("gather_paged", range(64)))
+    yield from _at_once(
+        "two gathers of many", _slots("gather_paged", range(128)), _slots("gather_paged", range(128, 256)), sizes=_SIZES[:1]
+    )
     yield from _at_once("two gathers of as many slots", _slots("gather_paged", _EVEN), _slots("gather_paged", _ODD))
     padded = (_slots("gather_paged", [*half[:9], -1, *half[10:]]) for half in (_EVEN, range(64)))
     yield from _at_once("two gathers with padding", *padded, sizes=_SIZES[:1])
