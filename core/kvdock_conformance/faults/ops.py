@@ -416,7 +416,7 @@ _OPENED: dict[str, int] = {}
 
 
 @called(
-    "op-padding-cleared-for-the-call",
+    "op-negatives-cleared-for-the-call",
     "Negative integers of 64 bits are cleared in the caller's tensor, and put back.",
     "020",
     by_address=True,
@@ -428,6 +428,9 @@ def _cleared_for_the_call(op: str, run: BackendCall, args: Args) -> None:
             tensor.clamp_(min=0)
             tensor.copy_(before)
     run(args)
+
+
+FAULTS["op-negatives-cleared-for-the-call"] = attrs.evolve(FAULTS["op-negatives-cleared-for-the-call"], shows=_has_negative)
 
 
 class _Contextual(descriptors.OwnKernel):
