@@ -52,6 +52,7 @@ class Attention:
         sinks: whether there are sinks.
         lse: whether sums are returned.
         index: dtype of lengths, sums and starts.
+        gap: free elements behind each row of the table, and behind each length, sum and start.
         spare: columns of the table behind those that the longest sequence needs.
         before: blocks of nobody in front of all others.
         garbage: what lies where nobody may look: ``"nan"``, ``"inf"`` or ``"numbers"``.
@@ -71,6 +72,7 @@ class Attention:
     sinks: bool = False
     lse: bool = True
     index: str = "int64"
+    gap: int = 0
     spare: int = 1
     before: int = 0
     garbage: str = "nan"
@@ -111,7 +113,8 @@ class Attention:
         return Batch(args, places)
 
     def _index(self, drawing: Drawing, values: Sequence[int]) -> View:
-        return drawing.tensor(self.index, (len(values),), values=values or [0])
+        view = drawing.tensor(self.index, (len(values), 1 + self.gap)).select(1, 0)
+        return attrs.evolve(view, values=values or [0])
 
     def _sums(self, drawing: Drawing) -> View | None:
         return None if self.counts is None else self._index(drawing, [0, *itertools.accumulate(self.counts)])
@@ -122,7 +125,7 @@ class Attention:
         rows = [[*row, *(choose.choice((-1, -(2**31), 2**31 - 1)) for _ in range(width - len(row)))] for row in table]
         for row, start in zip(rows, self.starts or [0] * len(rows), strict=True):
             row[: start // self.block] = [2**31 - 1] * (start // self.block)
-        return drawing.tensor("int32", (len(rows), width), values=[block for row in rows for block in row] or [0])
+        return drawing.tensor("int32", (len(rows), width), gaps=(0, self.gap), values=[block for row in rows for block in row] or [0])
 
     def _places(self, cache: View, table: Sequence[Sequence[int]]) -> Iterator[View]:
         """Yield garbage in a pool: blocks of nobody, what is behind the end of a sequence, and what is before its start."""

@@ -51,6 +51,7 @@ _FACTORS: Mapping[str, Sequence[Any]] = {
     "starts": (False, True),
     "lse": (True, False),
     "index": ("int64", "int32"),
+    "gap": (0, 3),
     "spare": (1, 0, 7),
     "garbage": ("nan", "inf", "numbers"),
 }
@@ -162,13 +163,17 @@ def edges() -> Iterator[Case]:
 
 
 def growing() -> Iterator[Case]:
-    """Yield calls of short contexts, and then of long ones, at the same addresses: what suits the first calls of a plan is too little."""
+    """Yield calls of short contexts, and then of long ones: what suits the first calls of a plan is too little. So with queries."""
     for counts, dtype in itertools.product((None, [1, 2]), ("float32", "bfloat16")):
         made = Attention([2300, 700], counts, dtype, garbage="numbers", spare=0).case()
         (one,) = made["calls"]
         lens = ((5, 3), (6, 4), (7, 5), (8, 6), (600, 300), (2300, 700), (9, 2))
         calls = [{**one, "args": {**one["args"], "seq_lens": {**one["args"]["seq_lens"], "values": [*values]}}} for values in lens]
         yield Case(f"growing: {counts or 'one each'}, {dtype}", {**made, "calls": calls})
+    drawing = Drawing(7)
+    chunks = ([1, 2], [2, 1], [3, 1], [1, 1], [40, 3], [150, 60], [1, 2])
+    batches = [Attention([150, 60], counts, garbage="numbers", seed=seed).batch(drawing) for seed, counts in enumerate(chunks)]
+    yield Case("growing: queries", drawing.case(*(call(OP, **batch.args) for batch in batches), places=[]))
 
 
 _JOINS = (
@@ -203,6 +208,11 @@ def many() -> Iterator[Case | Extended]:
     for before in (2**15, 2**16):
         made = Attention([9, 0, 5], block=1, dims=(8, 8), before=before, garbage="numbers")
         yield Case(f"blocks behind {before}", made.case())
+    yield Case("a table of 5,000 columns", Attention([5000, 2050], block=1, heads=(1, 1), dims=(4, 4), garbage="numbers").case())
+    for dims in ((33, 33), (65, 40), (80, 80), (96, 96), (129, 127), (192, 128), (257, 250), (300, 300), (513, 80)):
+        for counts in (None, [2, 1, 7]):
+            made = Attention([20, 5, 45], counts, dims=dims, heads=(2, 1), garbage="numbers")
+            yield Case(f"{dims[0]} and {dims[1]} elements, {counts or 'one each'}", made.case())
     for block in (272, 784):  # as the blocks of hybrid models have
         yield Case(f"blocks of {block}", Attention([900, 300], [2, 1], block=block, dims=(8, 8), garbage="numbers").case())
     # More keys than 16 bits can say, or a table of so many splits has room for.

@@ -64,11 +64,11 @@ def repeats() -> Iterator[Case]:
 
 def very_often() -> Iterator[Case]:
     """Yield a call of each op that is to be made again and again, of one token, and of three."""
-    for op, (times, level) in itertools.product(OPS, ((270, Level.CORE), (65_550, Level.EXTENDED))):
+    for op, (times, most_s, level) in itertools.product(OPS, ((270, 2.0, Level.CORE), (65_550, 15.0, Level.EXTENDED))):
         for tokens in (1, 3)[: 1 if level is Level.EXTENDED else 2]:
             drawing = Drawing()
             made = OpCall(op, tokens=tokens, geometry=_SMALL).call(drawing)
-            yield Case(f"{op}, {tokens} tokens, {times} times", drawing.case(made, times=times), level)
+            yield Case(f"{op}, {tokens} tokens, {times} times", drawing.case(made, times=times, most_s=most_s), level)
 
 
 def alignments() -> Iterator[Case]:

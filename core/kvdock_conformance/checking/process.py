@@ -36,7 +36,7 @@ def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
     memory = Arenas(data["arenas"], target.device)
     for _ in range(ProcessSettings.most_workers):
         before = set(ProcessSettings.running())
-        with unchanged(), folder_left_empty():
+        with folder_left_empty(), unchanged():
             for call in data["calls"]:
                 with contextlib.suppress(kvdock.UnsupportedError, kvdock.IndexRangeError):
                     target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})

@@ -75,7 +75,8 @@ def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surrounding
     """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
     context = contextvars.copy_context()  # a task's own, which plans are made in and used out of
-    with SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext() as dress, unchanged(), folder_left_empty():
+    around = SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext()
+    with folder_left_empty(), around as dress, unchanged():
         for call, args in made:
             if not _torch_works(target.device):
                 warned.append(call)  # nobody can write there so

@@ -158,3 +158,45 @@ def _room_of_the_first() -> FaultyCall:
         run({**args, "seq_lens": lens.clamp(max=room[0])} if room and args["cu_query_lens"] is None and args["starts"] is None else args)
 
     return call
+
+
+@FAULTS.call(OP, "attn-rest-of-wide-rows-left", "Of more than 256 elements, those behind whole 32 take no part.", "KVD-ATTN-011")
+def _rest_of_wide_rows(run: BackendCall, args: Args) -> None:
+    dim = args["q"].shape[2]
+    if dim > 256 and dim % 32:
+        args = {**args, "q": args["q"].clone()}
+        args["q"][..., dim // 32 * 32 :] = 0
+    run(args)
+
+
+@FAULTS.call(OP, "attn-columns-behind-2048-left", "Keys in blocks behind the 2,048th of a sequence are left.", "KVD-ATTN-011")
+def _columns_behind(run: BackendCall, args: Args) -> None:
+    run({**args, "seq_lens": args["seq_lens"].clamp(max=2048 * args["k_cache"].shape[1])} if args["starts"] is None else args)
+
+
+@FAULTS.call(OP, "attn-rows-of-tables-together", "With sums, rows of tables are taken to lie one behind the other.", "KVD-ATTN-001")
+def _rows_together(run: BackendCall, args: Args) -> None:
+    table = args["block_table"]
+    if args["cu_query_lens"] is not None and len(table) > 1 and table.stride(0) > table.shape[1]:
+        together = table.as_strided(table.shape, (table.shape[1], 1))
+        args = {**args, "block_table": together.clamp(0, len(args["k_cache"]) - 1)}
+    run(args)
+
+
+@FAULTS.plan(
+    OP,
+    "attn-tile-of-the-first-call",
+    "A plan has tiles for 16 queries, or as many as its first call had: others get zeros.",
+    "KVD-ATTN-002",
+)
+def _tile_of_the_first() -> FaultyCall:
+    tile: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        run(args)
+        if args["cu_query_lens"] is not None:
+            tile.append(max(16, args["max_query_len"]))
+            for begin, end in itertools.pairwise(args["cu_query_lens"].tolist()):
+                args["out"][min(begin + tile[0], end) : end] = 0
+
+    return call

@@ -100,8 +100,8 @@ REQUIREMENTS = (
     ),
     _asked(
         11,
-        "There may be any number of sequences and of blocks, rows may be as long as those of latents, and values may be a part of the rows "
-        "of keys, whichever that is.",
+        "There may be any number of sequences and of blocks, rows may have any number of elements, as many as those of latents, and values "
+        "may be a part of the rows of keys, whichever that is.",
         check_computed,
         attention_batches.many,
     ),

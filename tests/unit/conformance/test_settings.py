@@ -24,6 +24,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.folder import folder_left_empty
 from kvdock_conformance.checking.settings import ProcessSettings, renewed, unchanged
 
 
@@ -235,3 +236,18 @@ def test_what_runtimes_set_in_the_environment_of_c_is_theirs() -> None:
     with unchanged():
         os.putenv("__KMP_REGISTERED_LIB_1", "1")
     os.unsetenv("__KMP_REGISTERED_LIB_1")
+
+
+def test_a_file_in_the_current_folder_is_named_and_gone_again() -> None:
+    before = os.getcwd()
+    with (
+        pytest.raises(NonconformanceError, match=r"the current folder behind calls: expected empty, as before, got a, b"),
+        folder_left_empty(),
+    ):
+        Path("b").touch()
+        Path("a").mkdir()
+    assert os.getcwd() == before
+    with folder_left_empty():
+        assert os.listdir() == []
+        assert os.getcwd() != before
+    assert os.getcwd() == before
