@@ -238,16 +238,17 @@ def test_what_runtimes_set_in_the_environment_of_c_is_theirs() -> None:
     os.unsetenv("__KMP_REGISTERED_LIB_1")
 
 
-def test_a_file_in_the_current_folder_is_named_and_gone_again() -> None:
-    before = os.getcwd()
-    with (
-        pytest.raises(NonconformanceError, match=r"the current folder behind calls: expected empty, as before, got a, b"),
-        folder_left_empty(),
-    ):
-        Path("b").touch()
-        Path("a").mkdir()
-    assert os.getcwd() == before
+def leave(*names: str) -> None:
     with folder_left_empty():
         assert os.listdir() == []
-        assert os.getcwd() != before
+        for name in names:
+            Path(name).touch()
+
+
+def test_a_file_in_the_current_folder_is_named_and_gone_again() -> None:
+    before = os.getcwd()
+    with pytest.raises(NonconformanceError, match=r"the current folder behind calls: expected empty, as before, got a, b"):
+        leave("b", "a")
+    assert os.getcwd() == before
+    leave()
     assert os.getcwd() == before
