@@ -20,7 +20,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.growth import held, set_apart
+from kvdock_conformance.checking.growth import held, seconds, set_apart
 from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.served import check_not_served, reasons_against
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _WAIT_S = 30.0
+_TIMES, _AT_ONCE_S = 10, 0.005
 
 
 class _Calls:
@@ -417,7 +418,12 @@ def check_supports(target: Target, data: Mapping[str, Any]) -> None:
         if served.setdefault(dtype, not answers[0]) == bool(answers[0]):
             what = f"{op}: supports() of {dtype} in two sizes, behind other dtypes and before them"
             raise NonconformanceError(what, expected="both or none", got=answers[0] or "no reason against the second alone")
-    _answer(f"{op}: supports() of pools that no memory has room for", kernel_of(target, op).supports(_boundless(requests[0])))
+    kernel, huge = kernel_of(target, op), _boundless(requests[0])
+    _answer(f"{op}: supports() of pools that no memory has room for", kernel.supports(huge))
+    plain_s, huge_s = (min(seconds(lambda r=each: kernel.supports(r)) for _ in range(3)) for each in (requests[0], huge))  # type: ignore[misc]  # a default binds it
+    if huge_s > max(_TIMES * plain_s, _AT_ONCE_S):  # who takes what can be had, or is there, takes time to
+        what = f"{op}: time of supports() of pools that no memory has room for"
+        raise NonconformanceError(what, expected=f"that of small ones, {plain_s:.2g} s", got=f"{huge_s:.2g} s")
 
 
 def _boundless(request: kvdock.plugin.Request) -> kvdock.plugin.Request:

@@ -74,7 +74,8 @@ def _dressed(op: str, args: Mapping[str, Any], dress: Dress) -> dict[str, Any]:
 def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surroundings: str = "") -> list[Mapping[str, Any]]:
     """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
-    context = contextvars.copy_context()  # a task's own, which plans are made in and used out of
+    # A task's own, which plans are made in and used out of; or one that shares nothing with that of this thread.
+    context = contextvars.Context() if surroundings in _IN_ANOTHER_CONTEXT else contextvars.copy_context()
     around = SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext()
     with folder_left_empty(), around as dress, unchanged():
         for call, args in made:
@@ -241,10 +242,12 @@ SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress
     "deterministic algorithms": lambda _: _set(torch.set_deterministic_debug_mode, "error", torch.get_deterministic_debug_mode()),
     "warnings as errors": lambda _: _warnings_are_errors(),
     "autocast": _autocast,
-    "inference mode": lambda _: _all_of(torch.inference_mode()),
+    "inference mode in another context": lambda _: _all_of(torch.inference_mode()),
     "settings of a user's own": _own_settings,
     "parameters for all tensors": _parameters,
     "rows made in inference mode": _of_inference,
     "all made in inference mode": _all_of_inference,
 }
 """What a user may have set, or passes, by name."""
+
+_IN_ANOTHER_CONTEXT = ("inference mode in another context",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -370,14 +371,14 @@ class _ReasonIsAString(OwnKernel):
         return "no float16" if request.tensor("k_cache").dtype == torch.float16 else self._inner.supports(request)
 
 
-@FAULTS.kernel(_GATHER, "desc-supports-tries-memory", "supports() takes as much memory as a pool has, to see that it can.", "KVD-DESC-010")
+@FAULTS.kernel(_GATHER, "desc-supports-tries-memory", "supports() fills as much memory as a pool has, up to 256 MiB.", "KVD-DESC-010")
 class _TriesMemory(OwnKernel):
     """Makes a pool of its own for each question."""
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         for meta in request.args.values():
             if isinstance(meta, kvdock.plugin.TensorMeta) and None not in meta.shape:
-                torch.empty(meta.shape, dtype=torch.uint8)  # type: ignore[arg-type]  # sizes that are known
+                torch.zeros(min(math.prod(meta.shape), 1 << 28), dtype=torch.uint8)  # type: ignore[arg-type]  # sizes that are known
         return self._inner.supports(request)
 
 
