@@ -75,7 +75,7 @@ def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surrounding
     """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
     # A task's own, which plans are made in and used out of; or one that shares nothing with that of this thread.
-    context = contextvars.Context() if surroundings in _IN_ANOTHER_CONTEXT else contextvars.copy_context()
+    context = contextvars.Context() if surroundings.endswith("in another context") else contextvars.copy_context()
     around = SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext()
     with folder_left_empty(), around as dress, unchanged():
         for call, args in made:
@@ -249,5 +249,3 @@ SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress
     "all made in inference mode": _all_of_inference,
 }
 """What a user may have set, or passes, by name."""
-
-_IN_ANOTHER_CONTEXT = ("inference mode in another context",)
