@@ -74,8 +74,7 @@ def _dressed(op: str, args: Mapping[str, Any], dress: Dress) -> dict[str, Any]:
 def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surroundings: str = "") -> list[Mapping[str, Any]]:
     """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
-    # A task's own, which plans are made in and used out of; or one that shares nothing with that of this thread.
-    context = contextvars.Context() if surroundings.endswith("in another context") else contextvars.copy_context()
+    context = (contextvars.Context if surroundings.endswith("in another context") else contextvars.copy_context)()  # a task's own
     around = SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext()
     with folder_left_empty(), around as dress, unchanged():
         for call, args in made:
