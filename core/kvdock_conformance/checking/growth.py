@@ -76,6 +76,7 @@ def held(device: torch.device) -> dict[str, int]:
     with contextlib.suppress(OSError):  # another system
         found["pages of address space"] = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         found["open files"], found["threads"] = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+        found["processes"] = sum(len(path.read_bytes().split()) for path in Path("/proc/self/task").glob("*/children"))  # ended ones too
     allocated = getattr(getattr(torch, device.type, None), "memory_allocated", None)
     if allocated is not None:
         found["bytes that torch holds of the device"] = allocated(device)

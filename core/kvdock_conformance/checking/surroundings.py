@@ -23,6 +23,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock_conformance.checking import dressing
 from kvdock_conformance.checking.folder import folder_left_empty
 from kvdock_conformance.checking.meaning import forgive, schema_of
 from kvdock_conformance.checking.memory import Arenas, compare
@@ -65,7 +66,7 @@ def _arguments(memory: Arenas, call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: memory.tensor(spec) for name, spec in call["args"].items()}
 
 
-def _dressed(op: str, args: Mapping[str, Any], dress: Dress) -> dict[str, Any]:
+def _dressed(op: str, args: Mapping[str, Any], dress: dressing.Dress) -> dict[str, Any]:
     """Return arguments whose tensors are of another kind."""
     written = [arg.name for arg in schema_of(op).mutated]
     return {name: dress(value, name in written) if isinstance(value, torch.Tensor) else value for name, value in args.items()}
@@ -99,10 +100,6 @@ def _torch_works(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-Dress = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Makes another kind of tensor of one, in the same memory where it is written to."""
 
 
 @contextlib.contextmanager
@@ -187,6 +184,8 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(lambda counts: gc.set_threshold(*counts), (600, 9, 9), gc.get_threshold()),
         _set(logging.disable, logging.DEBUG, logging.root.manager.disable),
         _set(os.umask, 0o077, os.umask(0o077)),
+        _set(sys.setprofile, _looked_at, sys.getprofile()),
+        _set(sys.settrace, _looked_at, sys.gettrace()),
         _timers(),
         contextlib.closing(loop),
         _set(asyncio._set_running_loop, loop, None),  # as in a task of an engine
@@ -197,44 +196,16 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
     )
 
 
+def _looked_at(frame: object, event: str, argument: object) -> None:
+    """Do what a profiler or a debugger does that looks at nothing."""
+
+
 def _interrupted(number: int, frame: object) -> None:
     """Do what a program of a user's own does at a signal."""
     raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def _parameters(device: torch.device) -> Iterator[Dress]:
-    """What a module holds: pools that move with it."""
-    yield lambda tensor, _: torch.nn.Parameter(tensor, requires_grad=False)
-
-
-@contextlib.contextmanager
-def _of_inference(device: torch.device) -> Iterator[Dress]:
-    """What a model computed in inference mode, and is read behind it."""
-
-    def dress(tensor: torch.Tensor, is_written: bool) -> torch.Tensor:
-        with torch.inference_mode():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            return tensor if is_written else made.copy_(tensor)
-
-    yield dress
-
-
-@contextlib.contextmanager
-def _all_of_inference(device: torch.device) -> Iterator[Dress]:
-    """A cache and outputs that were made in inference mode, and are used behind it, and so all else."""
-
-    def dress(tensor: torch.Tensor, _: bool) -> torch.Tensor:
-        with torch.inference_mode():
-            try:
-                return torch.utils.dlpack.from_dlpack(tensor)
-            except (BufferError, RuntimeError, ValueError):  # torch hands over no memory of such a device
-                return tensor
-
-    yield dress
-
-
-SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress | None]]] = {
+SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[dressing.Dress | None]]] = {
     "another default dtype": lambda _: _set(torch.set_default_dtype, torch.bfloat16, torch.get_default_dtype()),
     "another default device": lambda _: _all_of(torch.device("meta")),
     # The other door to the same setting loads a compiler.
@@ -243,8 +214,8 @@ SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress
     "autocast": _autocast,
     "inference mode in another context": lambda _: _all_of(torch.inference_mode()),
     "settings of a user's own": _own_settings,
-    "parameters for all tensors": _parameters,
-    "rows made in inference mode": _of_inference,
-    "all made in inference mode": _all_of_inference,
+    "parameters for all tensors": dressing.parameters,
+    "rows made in inference mode": dressing.of_inference,
+    "all made in inference mode": dressing.all_of_inference,
 }
 """What a user may have set, or passes, by name."""

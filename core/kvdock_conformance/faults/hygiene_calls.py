@@ -385,3 +385,7 @@ def _leaves_a_file(run: BackendCall, args: Args) -> None:
     except kvdock.IndexRangeError as error:
         Path("last.txt").write_text(str(error), encoding="utf-8")
         raise
+
+
+_call_changes(_GATHER, "turns-off-the-profiler", "turns off what profiles its thread", lambda: sys.setprofile(None), "KVD-HYGIENE-017")
+_call_changes(_STATIC, "turns-off-the-debugger", "turns off what traces its thread", lambda: sys.settrace(None), "KVD-HYGIENE-017")

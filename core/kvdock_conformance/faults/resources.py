@@ -241,6 +241,15 @@ class _DestroysNoHandle(OwnKernel):
         return plan
 
 
+@FAULTS.kernel(_GATHER, "resource-processes-nobody-waits-for", "Each plan starts a process that nobody waits for.", "KVD-RESOURCE-004")
+class _WaitsForNobody(OwnKernel):
+    """Starts a process for each plan."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        os.posix_spawn("/bin/true", ["true"], {})
+        return plan
+
+
 @FAULTS.kernel(
     _WRITE, "resource-scratch-for-each-signature", "The scratch memory of each signature stays when its plans are gone.", "KVD-RESOURCE-005"
 )
