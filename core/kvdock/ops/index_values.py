@@ -162,8 +162,8 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
 def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValueError:
     """Say which pair is the first to depend on the order of copies."""
     live = [(row, dst) for row, (src, dst) in enumerate(pairs.tolist()) if src >= 0 and dst >= 0]
-    before = [{dst for _, dst in live[:place]} for place in range(len(live))]
-    row, dst, twice = next((row, dst, dst in seen) for (row, dst), seen in zip(live, before, strict=True) if dst in seen or dst in sources)
+    first: dict[int, int] = {}  # by destination, the first row that has it
+    row, dst, twice = next((row, dst, first[dst] < row) for row, dst in live if first.setdefault(dst, row) < row or dst in sources)
     return ArgumentValueError(
         f"{op}: block_pairs[{row}]",
         expected=f"destinations that occur once{' and are no source' * bool(sources)}, so that the order of copies does not matter",
