@@ -1,7 +1,8 @@
-"""Cases of `paged_attention`: batches in which every two properties meet, edges, garbage, mistakes, parts, and sequences alone."""
+"""Cases of `paged_attention`: batches in which every two properties meet, edges, garbage, mistakes and parts."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,11 +16,10 @@ from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Extended, Level, at_level
+from kvdock_conformance.requirement import Case, Extended, Level
 
 __all__ = [
     "addresses",
-    "alone",
     "edges",
     "every_two",
     "garbage",
@@ -28,7 +28,6 @@ __all__ = [
     "heavy",
     "index_values",
     "joins",
-    "many",
     "mistakes",
     "nothing_seen",
     "parts",
@@ -61,6 +60,8 @@ _LONG: Mapping[str, Sequence[Any]] = {
     "dims": ((64, 64), (128, 128), (256, 256), (576, 512)),
     "counts": ("one each", "many"),
 }
+_OF_GROUPS: Mapping[str, Sequence[Any]] = {**_FACTORS, "heads": ((10, 2), (14, 2), (28, 4), (33, 3))}
+"""Several heads of the cache, each with query heads of no power of two."""
 _EDGES = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 0, 255, 256, 257, 511, 513, 1025)
 _PROMPTS = (15, 17, 31, 34, 63, 66, 127, 129, 131, 140, 259)
 """As many queries as fill tiles of powers of two, all but one, or a few of the next."""
@@ -85,12 +86,17 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
     return Attention(lens, ragged, starts=starts, options=options, seed=number, **how)
 
 
-def every_two() -> Iterator[Case]:
+def every_two() -> Iterator[Case | Extended]:
     """Yield batches in which every two properties meet."""
-    for level, factors, longest in ((Level.CORE, _FACTORS, 40), (Level.EXTENDED, _LONG, 1500)):
-        for number, how in enumerate(covering(factors)):
-            special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
-            yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
+    yield from _met("core", _FACTORS, 40, Level.CORE)
+    for text, factors, longest in (("extended", _LONG, 1500), ("groups", _OF_GROUPS, 40)):
+        yield Extended(functools.partial(_met, text, factors, longest, Level.EXTENDED))
+
+
+def _met(text: str, factors: Mapping[str, Sequence[Any]], longest: int, level: Level) -> Iterator[Case]:
+    for number, how in enumerate(covering(factors)):
+        special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
+        yield Case(f"{text} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
 
 
 def addresses() -> Iterator[Case]:
@@ -101,21 +107,23 @@ def addresses() -> Iterator[Case]:
 
 
 def groups() -> Iterator[Case]:
-    """Yield batches in which several heads of the cache each have many query heads, of no power of two, or of one."""
+    """Yield batches in which several heads of the cache each have many query heads, of no power of two, or few, or one."""
     factors = {
-        "heads": ((10, 2), (14, 2), (28, 4), (9, 3), (33, 3), (24, 8), (7, 7)),
         "sinks": (True, False),
         "softcap": (None, 3.0),
         "window": (None, 7),
         "lse": (True, False),
         "dtype": ("float32", "bfloat16"),
-        "counts": (None, (3, 0, 20, 1)),
+        "counts": (None, (3, 2, 20, 1)),
         "starts": (None, (7, 0, 9, 0)),
     }
-    for how in covering(factors):
-        options = {name: how.pop(name) for name in ("softcap", "window")}
-        name = ", ".join(f"{key} {value}" for key, value in {**how, **options}.items())
-        yield Case(name, Attention([20, 5, 45, 1], options=options, **how).case())
+    odd, others = itertools.cycle(((14, 2), (10, 2), (28, 4), (33, 3))), itertools.cycle(((24, 8), (7, 7), (9, 3)))
+    for how in covering(factors):  # twice, so that every two meet in groups of either kind
+        options = {name: how[name] for name in ("softcap", "window")}
+        rest = {name: value for name, value in how.items() if name not in options}
+        for heads in (next(odd), next(others)):
+            name = f"heads {heads}, {', '.join(f'{key} {value}' for key, value in how.items())}"
+            yield Case(name, Attention([20, 0, 45, 1], heads=heads, options=options, **rest).case())
 
 
 _READ = ("q", "block_table", "seq_lens", "starts")
@@ -197,37 +205,6 @@ def joins() -> Iterator[Case]:
     for window in (2500, 5000):  # whose beginnings lie on both sides of a border of tiles, and further ones in between
         made = Attention([8192 + 30 + window], [70], heads=(2, 1), options={"window": window}, garbage="numbers")
         yield Case(f"joined: windows of {window} that begin in two tiles", made.case())
-
-
-def many() -> Iterator[Case | Extended]:
-    """Yield more sequences and blocks than some bits can say, and rows of latents, with values in the rows of keys."""
-    small = Attention([1 + row % 2 for row in range(1030)], heads=(1, 1), dims=(4, 4), block=2, garbage="numbers")
-    yield Case("1,030 sequences", small.case())
-    ragged = attrs.evolve(small, lens=[2] * 4100, counts=[row % 3 for row in range(4100)])
-    yield from at_level(Level.EXTENDED, lambda: [Case("4,100 sequences, chunks", ragged.case(), Level.EXTENDED)])
-    for before in (2**15, 2**16):
-        made = Attention([9, 0, 5], block=1, dims=(8, 8), before=before, garbage="numbers")
-        yield Case(f"blocks behind {before}", made.case())
-    yield Case("a table of 5,000 columns", Attention([5000, 2050], block=1, heads=(1, 1), dims=(4, 4), garbage="numbers").case())
-    for dims in ((33, 33), (65, 40), (80, 80), (96, 96), (129, 127), (192, 128), (257, 250), (300, 300), (513, 80)):
-        for counts in (None, [2, 1, 7]):
-            made = Attention([20, 5, 45], counts, dims=dims, heads=(2, 1), garbage="numbers")
-            yield Case(f"{dims[0]} and {dims[1]} elements, {counts or 'one each'}", made.case())
-    for block in (272, 784):  # as the blocks of hybrid models have
-        yield Case(f"blocks of {block}", Attention([900, 300], [2, 1], block=block, dims=(8, 8), garbage="numbers").case())
-    # More keys than 16 bits can say, or a table of so many splits has room for.
-    yield Case("70,000 keys", Attention([70_000], heads=(1, 1), dims=(4, 4), block=256, garbage="numbers").case())
-    factors = {
-        "pool": ("values end keys", "values begin keys", "nhd"),
-        "dims": ((576, 512), (24, 8)),
-        "heads": ((4, 1), (4, 2)),
-        "dtype": ("float32", "bfloat16"),
-        "counts": (None, (1, 0, 3)),
-        "lse": (False, True),
-    }
-    for how in covering(factors):
-        made = Attention([20, 5, 45], garbage="numbers", options={"scale": how["dims"][0] ** -0.5}, **how)
-        yield Case(", ".join(f"{name} {value}" for name, value in how.items()), made.case())
 
 
 def heavy() -> Iterator[Case]:
@@ -393,29 +370,3 @@ def parts() -> Iterator[Case]:
             index = {"seq_lens": ends, "starts": starts}
             parts.append({**args, **{key: drawing.tensor("int64", (3,), values=values) for key, values in index.items()}})
         yield Case(f"{name} parts, {dtype}", drawing.case(*(call(OP, **one) for one in (args, *parts)), places=[]))
-
-
-def alone() -> Iterator[Case]:
-    """Yield batches, then some of their sequences alone: few that are long, and more than are attended to at once."""
-    for dtype, counts, dims in itertools.product(("float32", "bfloat16"), (None, [1, 3, 70, 1, 1]), ((64, 64), (24, 8))):
-        made = Attention([20, 5, 300, 1, 1100], counts, dtype=dtype, dims=dims, garbage="numbers")
-        yield _alone(f"{dtype}, {dims[0]} and {dims[1]}, {'chunks' if counts else 'one each'}", made, range(5))
-    for dtype, rows in itertools.product(("float32", "bfloat16"), (17, 65, 300)):
-        made = Attention([1 + row * 7 % 40 for row in range(rows)], dtype=dtype, garbage="numbers")
-        yield _alone(f"{dtype}, {rows} sequences", made, (0, rows // 2, rows - 1))
-
-
-def _alone(name: str, made: Attention, rows: Sequence[int]) -> Case:
-    """Return a batch, and then some of its sequences alone."""
-    drawing = Drawing(5)
-    args = made.batch(drawing).args
-    ends = [0, *itertools.accumulate(made.counts or [1] * len(made.lens))]
-    calls, queries = [args], [[ends[row], ends[row + 1]] for row in rows]
-    for row, (begin, end) in zip(rows, queries, strict=True):
-        own = {name: args[name].slice(0, row, row + 1) for name in ("block_table", "seq_lens")}
-        own = {name: attrs.evolve(view, values=None) for name, view in own.items()}
-        own |= {"q": args["q"].slice(0, begin, end), "out": drawing.tensor(made.dtype, (end - begin, made.heads[0], made.dims[1]))}
-        own |= {"lse": drawing.tensor("float32", (end - begin, made.heads[0]))}
-        own |= {"cu_query_lens": drawing.tensor("int64", (2,), values=[0, end - begin])} if made.counts else {}
-        calls.append({**args, **own})
-    return Case(name, drawing.case(*(call(OP, **one) for one in calls), places=[], queries=queries))

@@ -12,7 +12,7 @@ from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, Geometry, Pair
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["Copy", "every_other", "fanned"]
+__all__ = ["PRODUCTS", "Copy", "every_other", "fanned", "last_of_many"]
 
 _SMALL = Geometry()
 
@@ -23,6 +23,16 @@ def fanned(num_blocks: int, count: int) -> list[tuple[int, int]]:
     if count % 2 and count <= half:  # so that block 0, which padding may be taken for, is written
         return [(half + (7 * i + 3) % (num_blocks - half), i) for i in range(count)]
     return [((7 * i + 3) % half, half + i % (num_blocks - half)) for i in range(count)]
+
+
+def last_of_many(count: int) -> tuple[int, Sequence[Sequence[tuple[int, int]]]]:
+    """Return a number of blocks, and pairs of which the last has a source, or a destination, that is beyond so many."""
+    blocks, good = 2 * count, [(at, count + at) for at in range(count - 1)]
+    return blocks, ([*good, (blocks, blocks - 1)], [*good, (count - 1, blocks)])
+
+
+PRODUCTS = ((257, 256, 1), (1100, 1, 60), (3, 22_000, 1), (3, 1, 22_000), (2, 190, 190), (1, 65_537, 1), (1, 1, 65_537))
+"""Pairs, slots of a block, and heads, of which there are more together than a launch grid has rows."""
 
 
 def every_other(count: int) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ def each(
 
 def faults_of(move: Move) -> Faults:
     """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
-    for name in ("pairs", "pairs_at_sizes", "places"):  # which add to what every move can have
+    for name in ("pairs", "pairs_at_sizes", "many", "places"):  # which add to what every move can have
         importlib.import_module(f"kvdock_conformance.faults.{name}")
     found = Faults()
     for add_to in _EVERY:

@@ -249,7 +249,7 @@ COPY = Move(
     _COPY,
     "copy",
     "first bytes padding beyond ends doubled chained host-read index host forms nothing blocks dims heads unlike "
-    "many grid orders parts addresses numbers quantised inputs far repeated refused together",
+    "many grid orders parts addresses numbers quantised inputs far repeated refused together products",
     (("k_cache", "k_cache"), ("v_cache", "v_cache")),
     "block_pairs",
     _pair_places,

@@ -73,7 +73,19 @@ def _next_block(args: Args) -> None:
         ctypes.string_at(table.data_ptr() + _span(table), table.element_size())
 
 
+def _next_of_chunks(args: Args) -> None:
+    if args["cu_query_lens"] is not None and args["window"] is not None:
+        _next_block(args)
+
+
+def _behind_sums(args: Args) -> None:
+    if args["cu_query_lens"] is not None:
+        _vectors("cu_query_lens", 32)(args)
+
+
 _beside("next-block", "The id behind that of the last block is read.", ATTENTION, _next_block)
+_beside("next-block-of-chunks", "Of chunks in a window, the id behind that of the last block is read.", ATTENTION, _next_of_chunks)
+_beside("sums-behind-the-last", "Sums of queries are read in vectors of 32 bytes.", ATTENTION, _behind_sums)
 
 
 @FAULTS.call(ATTENTION, "reads-queries-scaled-and-restored", "Without sums, queries are scaled, and then restored.", "KVD-READ-001")

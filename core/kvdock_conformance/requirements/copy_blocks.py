@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvdock_conformance.cases import pairs
-from kvdock_conformance.cases.copies import Copy, every_other, fanned
+from kvdock_conformance.cases.copies import PRODUCTS, Copy, every_other, fanned, last_of_many
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
@@ -30,12 +30,14 @@ _FLOAT_IDS = (0, 0x40A00000, 0x40400000, 0x40000000)  # 0.0, 5.0, 3.0, 2.0
 Pairs = Sequence[tuple[int, int]]
 
 
-_MANY = [(block, 700 + block) for block in range(600)]
+_MANY = [(block, 1200 + block) for block in range(1100)]
 
 
 def _readable(error: str, cases: Iterable[tuple[str, Pairs, Sequence[str]]], num_blocks: int = 6) -> Callable[[], Iterable[Case]]:
     """Return a function that draws copies which must raise: name, pairs, and what the error must say."""
-    made = [(Copy(name, pairs, host=True, geometry=Geometry(num_blocks=num_blocks)), texts) for name, pairs, texts in cases]
+    made = [
+        (Copy(name, pairs, host=True, geometry=Geometry.even(1, 1, num_blocks=num_blocks, block=1)), texts) for name, pairs, texts in cases
+    ]
     return lambda: (each.case(error=error, texts=[f"{OP}: ", *texts, "Fix: "]) for each, texts in made)
 
 
@@ -163,6 +165,12 @@ REQUIREMENTS = [
             Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=NO_BLOCKS),
             Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
         ],
+        [
+            Copy(f"the last of {count}, {pairs[-1]}", pairs, geometry=_EVEN(num_blocks=blocks, block=1, heads=1))
+            for count in (9, 33, 1025)
+            for blocks, both in [last_of_many(count)]
+            for pairs in both
+        ],
         _again([(1, 6), (3, 2)], "in a call that repeats others"),
         lambda: [in_turn("a pair at a time, to the end and beyond", [Copy("", [(at, at + 2)]) for at in range(5)])],
     ),
@@ -193,7 +201,7 @@ REQUIREMENTS = [
                 ("block 0", [(1, 0), (2, 0)], ["block_pairs[1]", "destination 0"]),
             ],
         ),
-        _readable(_VALUE, [("behind many", [*_MANY, (601, 705)], ["block_pairs[600]", "destination 705"])], 1400),
+        _readable(_VALUE, [("behind many", [*_MANY, (1101, 1205)], ["block_pairs[1100]", "destination 1205"])], 2400),
         check=check_pairs_refused,
     ),
     AREA.require(
@@ -210,7 +218,7 @@ REQUIREMENTS = [
                 ("onto itself behind good ones", [(0, 1), (4, 4)], ["block_pairs[1]", "destination 4"]),
             ],
         ),
-        _readable(_VALUE, [("behind many", [*_MANY, (705, 601)], ["block_pairs[5]", "destination 705"])], 1400),
+        _readable(_VALUE, [("behind many", [*_MANY, (1205, 1101)], ["block_pairs[5]", "destination 1205"])], 2400),
         check=check_pairs_refused,
     ),
     AREA.require(
@@ -226,6 +234,7 @@ REQUIREMENTS = [
                 ("2**40", [(2**40, 1)], ["block_pairs[0, 0]", str(2**40)]),
             ],
         ),
+        _readable(_RANGE, [("behind many", [*_MANY, (1101, 2400)], ["block_pairs[1100, 1]", "2400"])], 2400),
         check=check_pairs_refused,
     ),
     AREA.require(
@@ -385,4 +394,17 @@ REQUIREMENTS = [
         check=check_refusal,
     ),
     AREA.together(28, "a copy", pairs.copies),
+    AREA.require(
+        29,
+        "More pairs, slots and heads together than a launch grid has rows are all copied.",
+        [
+            Copy(
+                f"{count} blocks of {block} slots and {heads} heads",
+                neighbours=count,
+                geometry=_EVEN(num_blocks=2 * count, block=block, heads=heads, dim=1, dtype="uint8"),
+            )
+            for count, block, heads in PRODUCTS
+        ],
+        level=Level.EXTENDED,
+    ),
 ]

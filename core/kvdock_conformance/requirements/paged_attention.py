@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases import attention_batches, attention_outliers
+from kvdock_conformance.cases import attention_batches, attention_many, attention_outliers
 from kvdock_conformance.cases.attention import ATTENTION, OP, Attention
 from kvdock_conformance.checking import attention
 from kvdock_conformance.checking.any_op import BY_ANYBODY
@@ -63,7 +63,7 @@ REQUIREMENTS = (
         "An index value out of range raises IndexRangeError on host memory before anything is written, and on a device is not seen, and "
         "counted where it can be.",
         attention.check_index_values,
-        attention_batches.index_values,
+        lambda: (*attention_batches.index_values(), *attention_many.behind_many()),
     ),
     _asked(
         6,
@@ -88,7 +88,7 @@ REQUIREMENTS = (
         9,
         "What claims batch_invariant gives each sequence the same bits whatever else is in the batch.",
         attention.check_alone,
-        attention_batches.alone,
+        attention_many.alone,
         needs=attention.BATCH_INVARIANT,
     ),
     _asked(
@@ -103,13 +103,20 @@ REQUIREMENTS = (
         "There may be any number of sequences and of blocks, rows may have any number of elements, as many as those of latents, and values "
         "may be a part of the rows of keys, whichever that is.",
         check_computed,
-        attention_batches.many,
+        attention_many.many,
     ),
     _asked(
         12,
         "Results are right whatever the size of scores, of both signs, of products before they are scaled, and of sinks.",
         check_computed,
         attention_outliers.outliers,
+    ),
+    _asked(
+        13,
+        "More queries and heads together than a launch grid has rows are all attended to.",
+        check_computed,
+        attention_many.products,
+        level=Level.EXTENDED,
     ),
     *_of_any_op(),
 )

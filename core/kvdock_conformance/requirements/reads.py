@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import EVERY, OpCall, ways
 from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Extended, Level, Requirement
@@ -40,9 +41,14 @@ _FORMS = (
 )
 
 
-def _ends(geometry: Geometry) -> Sequence[Mapping[str, Any]]:
-    """Return what an op that computes is told, so that a context is the whole pool, and the last one its whole row of the table."""
-    return {"width": geometry.num_blocks}, {"full": True, "starts": True, "sinks": True}
+def _full(op: str) -> Iterator[Case]:
+    """Yield calls of an op that computes, in which the last context is its whole row of the table, behind which that ends."""
+    factors = {"starts": (True, False), "sinks": (True, False), "lse": (True, False), "window": (None, 20), "is_padded": (True, False)}
+    drawing, calls = Drawing(), []
+    for how in covering(factors):
+        plain = OpCall(op, is_padded=how.pop("is_padded"), index="int32", more={"full": True, **how})
+        calls += [attrs.evolve(plain, tokens=count).call(drawing) for count in (1, 3, 9)]
+    yield Case(f"{op}, rows of a table that are full", drawing.case(*calls))
 
 
 def _to_the_ends() -> Iterator[Case]:
@@ -51,8 +57,8 @@ def _to_the_ends() -> Iterator[Case]:
         for pool, source, level in _FORMS:
             for geometry in _ROWS:
                 drawing, plain = Drawing(), OpCall(op, pool=pool, source=source, geometry=geometry)
-                more_ways = (*ways(op), *_ends(geometry)) if op in COMPUTING else ways(op)
-                calls = [each for more in more_ways for each in _calls(drawing, attrs.evolve(plain, more=more))]
+                whole = [{"width": geometry.num_blocks}] if op in COMPUTING else []  # a context that is the whole pool
+                calls = [each for more in (*ways(op), *whole) for each in _calls(drawing, attrs.evolve(plain, more=more))]
                 yield Case(
                     f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}",
                     drawing.case(*calls),
@@ -62,6 +68,7 @@ def _to_the_ends() -> Iterator[Case]:
         caches = step.caches(drawing)
         calls = [attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)]
         yield Case(f"{op}, a step that is known", drawing.case(*calls))
+        yield from _full(op) if op in COMPUTING else ()
 
 
 def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:

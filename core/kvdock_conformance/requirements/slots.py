@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -124,6 +125,10 @@ class SlotArea(Area):
                     make("in a pool without blocks", [-1, 0], geometry=NO_BLOCKS),
                     make("behind many good ones", [*range(300), 96 * 16], geometry=_BIG),
                 ],
+                [
+                    make(f"the last of {lead}", [*range(math.prod(lead) - 1), 96 * 16], lead, geometry=_BIG)
+                    for lead in ((9,), (33,), (1025,), (9, 1), (33, 2), (2, 600), (1025, 1))
+                ],
                 self._again([3, 24, 5, 99], "in a call that repeats others"),
                 lambda: [in_turn("a token at a time, to the end and beyond", [make("", [slot]) for slot in range(19, 25)])],
             ),
@@ -190,12 +195,16 @@ class SlotArea(Area):
             11: (self.dims(),),
             12: (self.heads(),),
             13: (self.unlike(),),
-            14: ([make(f"T = {count}", lead=(count,), geometry=_BIG) for count in counts],),
+            14: (
+                [make(f"T = {count}", lead=(count,), geometry=_BIG) for count in counts],
+                [make("1,100 tokens of 60 elements", lead=(1100,), geometry=even(1, 60, num_blocks=80, block=16))],
+                [make(f"lead {lead}", lead=lead, geometry=wide, level=Level.EXTENDED) for lead in ((65_537,), (2, 32_769), (32_769, 2))],
+            ),
             15: (
                 [make(f"T = {count}", lead=(count,), geometry=wide) for count in many],
                 [
-                    make(f"T = {count} of {heads} heads", lead=(count,), geometry=even(heads, 1, num_blocks=80, block=16))
-                    for count, heads in ((1100, 60), (300, 256), (3, 22_000))
+                    make(f"{lead} of {heads} heads", lead=lead, geometry=even(heads, 1, num_blocks=80, block=16))
+                    for lead, heads in (((1100,), 60), ((300,), 256), ((3,), 22_000), ((11, 100), 60), ((100, 11), 60), ((3, 1), 22_000))
                 ],
             ),
         }

@@ -43,7 +43,27 @@ def _few_and_many(argument: str, names: Sequence[str]) -> list[Update]:
 
 def _last_of_many(length: int) -> list[Update]:
     """Return updates of many rows, of which the last has a length."""
-    return [Update(f"the last of {batch} rows", [*[3] * (batch - 1), length], geometry=_of(batch, heads=1)) for batch in (9, 33, 1025)]
+    return [
+        Update(
+            f"the last of {rows} rows, {new} new, {index}",
+            [*[3] * (rows - 1), length],
+            new=new,
+            index=index,
+            index_gap=gap,
+            geometry=_of(rows, heads=1),
+        )
+        for rows in (9, 33, 1025)
+        for new, index, gap in ((5, "int64", 0), (5, "int32", 1), (1, "int64", 1), (1, "int32", 0))
+    ]
+
+
+def _products() -> Iterable[Update]:
+    """Yield updates of more rows, heads and new positions together than a launch grid has rows: of each alone, and of several."""
+    for rows, heads, new in ((1, 1, 65_537), (1, 65_537, 1), (3, 22_000, 1), (257, 256, 1), (3, 1, 22_000), (2, 190, 190)):
+        for lengths, dtype, source in (([1, 0], "uint8", "contiguous"), (1, "bfloat16", "[B, H, q, D]")):
+            name = f"{rows} rows of {heads} heads, {new} new, {'their own lengths' if dtype == 'uint8' else 'one length'}"
+            shape = (rows,) if isinstance(lengths, list) else None
+            yield Update(name, lengths, shape=shape, new=new, source=source, geometry=_of(rows, new + 2, heads, dim=1, dtype=dtype))
 
 
 def _forms(lengths: Sequence[int], text: str, **settings: Any) -> list[Update]:
@@ -162,7 +182,7 @@ REQUIREMENTS = [
             Update("largest int32", [3, INT32_MAX, 3], index="int32"),
             Update("in a cache with gaps", [3, 12, 3], pool="padded blocks"),
             Update("rows with heads outermost", [3, 3, 13], pool="heads outermost"),
-            *_last_of_many(12),
+            *_last_of_many(16),
         ],
         lambda: [in_turn("a position at a time, to the end and beyond", [Update("", at, new=1) for at in range(11, 17)])],
     ),
@@ -305,10 +325,7 @@ REQUIREMENTS = [
             Update(f"{batch} rows", [0, 1, 2], shape=(batch,), new=1, geometry=_of(batch=batch, length=4, heads=1, dim=2))
             for batch in (65_535, 65_537)
         ],
-        [
-            Update(f"{batch} rows of {heads} heads, {new} new", 1, new=new, geometry=_of(batch, new + 2, heads, dim=1, dtype="uint8"))
-            for batch, heads, new in ((1, 1, 65_537), (1, 65_537, 1), (3, 22_000, 1), (257, 256, 1), (3, 1, 22_000), (2, 190, 190))
-        ],
+        _products(),
         level=Level.EXTENDED,
     ),
     AREA.together(23, "an update", pairs.updates),

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.copies import every_other, fanned
+from kvdock_conformance.cases.copies import PRODUCTS, every_other, fanned, last_of_many
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
@@ -30,6 +30,7 @@ _GOOD = ((0, 5), (3, 2), (1, 1), (3, 4))
 _VALUE, _RANGE = "ArgumentValueError", "IndexRangeError"
 _DOUBLED = (([(0, 5), (1, 4), (2, 5)], ["block_pairs[2]", "destination 5"]), ([(-1, 0), (1, 0), (1, 0)], ["block_pairs[2]"]))
 _BEYOND = (([(0, 1), (6, 2), (9, 9)], ["block_pairs[1, 0]", "6"]), ([(-1, 9), (2, 17)], ["block_pairs[1, 1]", "17"]))
+_MANY = [(at, 1200 + at) for at in range(1100)]
 _ORDERS = ("nhd / hnd", "hnd / nhd", "heads outermost / nhd", "nhd / slots outermost", "padded heads / hnd", "one row / nhd")
 _APART = ("halves [2, NB, ...]", "values before keys")
 """Pools in one tensor of which neither reaches into the other."""
@@ -40,9 +41,12 @@ _UNFIT = [
 ]
 
 
-def _readable(error: str, listed: Iterable[tuple[list[tuple[int, int]], list[str]]]) -> Iterable[Case]:
+def _readable(error: str, listed: Iterable[tuple[list[tuple[int, int]], list[str]]], num_blocks: int = 6) -> Iterable[Case]:
     """Yield calls that must raise: pairs, and what the error must say."""
-    return (Swap(f"{pairs}", pairs, host=True).case(error=error, texts=[f"{AREA.op}: ", *texts, "Fix: "]) for pairs, texts in listed)
+    sizes = AREA.sizes(1, 1, num_blocks=num_blocks, block=1)
+    for pairs, texts in listed:
+        made = Swap(f"{pairs[-3:]} of {len(pairs)}", pairs, host=True, geometry=sizes)
+        yield made.case(error=error, texts=[f"{AREA.op}: ", *texts, "Fix: "])
 
 
 def _repeated() -> Iterable[Case]:
@@ -90,6 +94,10 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     wrong = [Swap(f"{pair}", [(0, 1), pair, (2, 7)], blocks=9) for pair in ((6, 3), (3, 9), (2**32 + 3, 4), (3, 2**40))]
     wrong += [Swap(f"{bad} in int32", [(0, 1), (2, bad)], index="int32") for bad in (6, INT32_MAX)]
     wrong += [Swap("fewer there", [(0, 1), (5, 4), (2, 0)], blocks=4), Swap("none here", [(0, 1)], geometry=NO_BLOCKS, blocks=3)]
+    for blocks, both in map(last_of_many, (9, 33, 1025)):
+        wrong += [
+            Swap(f"the last of {len(pairs)}, {pairs[-1]}", pairs, geometry=AREA.sizes(1, num_blocks=blocks, block=1)) for pairs in both
+        ]
     steps = [Swap("", [(at, at)]) for at in range(7)]
     text = "a block beyond its own pool is left, and its pair: the call raises before it writes, or on a device skips and counts it"
     yield "beyond", text, lambda: [*(one.case() for one in wrong), in_turn("a pair at a time, to the end and beyond", steps)]
@@ -97,8 +105,22 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
         Swap(f"{pair} of {blocks}", [pair], blocks=blocks) for blocks in (6, 9, 4) for pair in ((0, blocks - 1), (5, 0), (5, blocks - 1))
     ]
     yield "ends", "the first and the last block of each pool are blocks like any other", ends
-    yield "doubled", "one destination twice is an error wherever the host can read the pairs", lambda: _readable(_VALUE, _DOUBLED)
-    yield "host-read", "a block beyond its pool is an error wherever the host can read the pairs", lambda: _readable(_RANGE, _BEYOND)
+    yield (
+        "doubled",
+        "one destination twice is an error wherever the host can read the pairs",
+        lambda: (
+            *_readable(_VALUE, _DOUBLED),
+            *_readable(_VALUE, [([*_MANY, (3, 1205)], ["block_pairs[1100]", "destination 1205"])], 2400),
+        ),
+    )
+    yield (
+        "host-read",
+        "a block beyond its pool is an error wherever the host can read the pairs",
+        lambda: (
+            *_readable(_RANGE, _BEYOND),
+            *_readable(_RANGE, [([*_MANY, (3, 2400)], ["block_pairs[1100, 1]", "2400"])], 2400),
+        ),
+    )
     forms = [(index, gap, host) for index in ("int32", "int64") for gap in (0, 1, 2) for host in (False, True)]
     read = [
         Swap(f"{index}, {gap} behind{', on the host' * host}", _GOOD, index=index, pair_gap=gap, host=host) for index, gap, host in forms
@@ -131,11 +153,20 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     )
     yield "meeting", text, lambda: copies(_of_one_size)
     yield "in-and-out", "one thread may swap out while another one swaps in, between the same pools", _in_and_out
+    products = [
+        Swap(
+            f"{n} of {block} slots, {heads} heads",
+            neighbours=n,
+            geometry=AREA.sizes(heads, 1, num_blocks=2 * n, block=block, dtype="uint8"),
+        )
+        for n, block, heads in (*PRODUCTS, (4100, 1, 1), (65_537, 1, 1))
+    ]
+    yield "products", "pairs, slots and heads may be more together than a launch grid has rows", products
 
 
 _CHECKS: dict[str, Check] = dict.fromkeys(("doubled", "host-read"), check_pairs_refused)
 _CHECKS |= {"in-and-out": check_shared_pools, "meeting": check_repeated, "inputs": check_only_written, "refused": check_refusal}
-_LEVELS = {"meeting": Level.EXTENDED}
+_LEVELS = {"meeting": Level.EXTENDED, "products": Level.EXTENDED}
 ROLES = " ".join(role for role, *_ in _told())
 REQUIREMENTS = [
     *of_any_op(AREA.op, DRAWN),
