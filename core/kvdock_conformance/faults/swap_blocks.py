@@ -13,7 +13,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.faults.families import faults_of
-from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
 from kvdock_conformance.faults.moves import COPY, Move, Places
 from kvdock_conformance.faults.ops import CallSeed, never_nothing
 from kvdock_conformance.faults.tensors import flip_byte, restrided
@@ -148,6 +148,24 @@ def _bytes_in_32_bits(run: BackendCall, args: Args) -> None:
     to, pairs = args["dst_cache"], args["block_pairs"].clone()
     pairs[pairs[:, 1] * (to.stride(0) * to.element_size()) >= 1 << 32] = -1
     run({**args, "block_pairs": pairs})
+
+
+@FAULTS.plan(
+    _OP,
+    "swap-source-of-the-first-call",
+    "The source of a plan's first call is that of calls the other way, too.",
+    _KILLER("repeated"),
+)
+def _source_of_the_first() -> FaultyCall:
+    first: list[tuple[int, int]] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        source, to = args["src_cache"], args["dst_cache"]
+        first.append((source.data_ptr(), to.data_ptr()))
+        is_back = first[0] == first[-1][::-1] and (source.shape, source.stride()) == (to.shape, to.stride())
+        run({**args, "src_cache": to, "dst_cache": source} if is_back else args)
+
+    return call
 
 
 @FAULTS.call(_OP, "swap-locks-in-the-order-of-pools", "Each pool has a lock; that of the source is taken first.", _KILLER("in-and-out"))

@@ -57,6 +57,10 @@ def _repeated() -> Iterable[Case]:
     for order in (names, names[:1] * 5):
         pools = [Swap("", [(number % 3, 5), (3, 4)], pool=pool) for number, pool in enumerate(order)]
         yield in_turn(f"{len({*order})} kinds of pools", pools, own_pools=True)
+    drawing, swaps = Drawing(), [Swap("", [(at, at + 1), (5 - at, 0)]) for at in range(5)]
+    one, other = swaps[0].pools(drawing)
+    ways = ((one, other), (one, other), (other, one), (other, one))
+    yield Case("there and back", drawing.case(*(each.call(drawing, way) for each in swaps for way in ways)))
 
 
 def _of_one_size(name: str, pairs: Sequence[tuple[int, int]], *, geometry: Geometry, **how: Any) -> Swap:
