@@ -11,6 +11,7 @@ import itertools
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -77,6 +78,9 @@ def held(device: torch.device) -> dict[str, int]:
         found["pages of address space"] = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         found["open files"], found["threads"] = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
         found["processes"] = sum(len(path.read_bytes().split()) for path in Path("/proc/self/task").glob("*/children"))  # ended ones too
+    with contextlib.suppress(OSError):
+        # Others come and go there too, but not as many in each round as what leaves one each time.
+        found["temporary files"] = len(os.listdir(tempfile.gettempdir()))
     allocated = getattr(getattr(torch, device.type, None), "memory_allocated", None)
     if allocated is not None:
         found["bytes that torch holds of the device"] = allocated(device)

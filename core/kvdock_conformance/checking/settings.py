@@ -81,6 +81,7 @@ class ProcessSettings:
                 lambda: (sys.stdin, sys.stdout, sys.stderr),
                 lambda was: vars(sys).update(zip(("stdin", "stdout", "stderr"), was, strict=True)),
             ),
+            "what the descriptors 0, 1 and 2 are": (cls.descriptors, cls._open_again),
             "torch.get_default_device()": (
                 torch.get_default_device,
                 lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
@@ -249,6 +250,25 @@ class ProcessSettings:
         """Return the signals that programs handle themselves; of the others, the status tells whether they are handled."""
         names = ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "ALRM", "TERM", "CHLD", "XCPU", "WINCH")
         return [signal.Signals[f"SIG{name}"] for name in names]
+
+    @staticmethod
+    def descriptors() -> list[tuple[int, int] | None]:
+        """Return which files the descriptors of stdin, stdout and stderr are of; None for one that is closed."""
+        found: list[tuple[int, int] | None] = [None] * 3
+        for number in range(3):
+            with contextlib.suppress(OSError):
+                status = os.fstat(number)
+                found[number] = status.st_dev, status.st_ino
+        return found
+
+    @classmethod
+    def _open_again(cls, was: list[tuple[int, int] | None]) -> None:
+        """Let those that are closed now be of what is nothing, so that no other file gets their numbers."""
+        for number, (before, now) in enumerate(zip(was, cls.descriptors(), strict=True)):
+            opened = os.open(os.devnull, os.O_RDWR) if before and now is None else number
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
 
     @staticmethod
     def printed() -> int:

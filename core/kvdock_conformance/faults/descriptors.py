@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -276,6 +277,13 @@ class _CleansUp(OwnPlan):
 
     def __del__(self) -> None:
         self.destroy()
+
+
+@FAULTS.planned(_COPY, "desc-destroy-closes-stdin", "A plan that has opened nothing closes the descriptor 0.", "KVD-DESC-005")
+class _ClosesStdin(OwnPlan):
+    def destroy(self) -> None:
+        os.close(0)
+        super().destroy()
 
 
 @FAULTS.planned(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")

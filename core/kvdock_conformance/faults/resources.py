@@ -7,7 +7,9 @@ import ctypes
 import functools
 import mmap
 import os
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -238,6 +240,17 @@ class _DestroysNoHandle(OwnKernel):
 
     def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         _native()
+        return plan
+
+
+@FAULTS.kernel(_STATIC, "resource-file-of-each-plan", "The code of each plan stays in a temporary file.", "KVD-RESOURCE-004")
+class _LeavesAFile(OwnKernel):
+    """Leaves a file for each plan."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        number, path = tempfile.mkstemp("kvdock-fault")
+        os.close(number)
+        weakref.finalize(self, os.remove, path)  # once the fault is taken out again
         return plan
 
 
