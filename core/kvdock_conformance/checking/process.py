@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import kvdock
-from kvdock_conformance.checking.folder import folder_left_empty
+from kvdock import runtime
+from kvdock_conformance.checking.left_alone import folder_left_empty, nothing_frozen
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.settings import ProcessSettings, unchanged
 from kvdock_conformance.checking.target import Target
@@ -34,14 +35,16 @@ def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
     They are made until they leave no further thread behind: workers come one by one, and what goes on growing has too many.
     """
     memory = Arenas(data["arenas"], target.device)
-    for _ in range(ProcessSettings.most_workers):
-        before = set(ProcessSettings.running())
-        with folder_left_empty(), unchanged():
-            for call in data["calls"]:
-                with contextlib.suppress(kvdock.UnsupportedError, kvdock.IndexRangeError):
-                    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
-        if before.issuperset(ProcessSettings.running()):
-            break
+    runtime.default().dispatcher.descriptors.clear()  # so that plans are prepared too
+    with nothing_frozen():
+        for _ in range(ProcessSettings.most_workers):
+            before = set(ProcessSettings.running())
+            with folder_left_empty(), unchanged():
+                for call in data["calls"]:
+                    with contextlib.suppress(kvdock.UnsupportedError, kvdock.IndexRangeError):
+                        target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+            if before.issuperset(ProcessSettings.running()):
+                break
 
 
 def ended(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, list[str], str]:

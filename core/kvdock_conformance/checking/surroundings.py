@@ -24,7 +24,7 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock_conformance.checking import dressing
-from kvdock_conformance.checking.folder import folder_left_empty
+from kvdock_conformance.checking.left_alone import folder_left_empty
 from kvdock_conformance.checking.meaning import forgive, schema_of
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.settings import unchanged

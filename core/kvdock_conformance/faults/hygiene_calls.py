@@ -132,6 +132,12 @@ def _watched(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
     return plan
 
 
+@FAULTS.planned(_WRITE, "hygiene-freezes-for-a-plan", "Preparing a plan keeps what there is from the garbage collector.", "KVD-HYGIENE-013")
+def _frozen(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+    gc.freeze()
+    return plan
+
+
 async def _compiled() -> None:
     """Compile variants of a kernel side by side."""
 

@@ -190,10 +190,28 @@ for _move in (LATENT_WRITE, LATENT_READ):
     _fault(_move, "error-of-many-is-bare", _sentence, "beyond")(functools.partial(_bare_error, _move))
 
 
+@_fault(LATENT_WRITE, "blocks-written-back", "The blocks of a call are read, and written back whole.", "threads")
+def _written_back(run: BackendCall, args: Args) -> None:
+    slots, pool = args["slot_mapping"], args["kv_cache"]
+    blocks, own = (slots[(slots >= 0) & (slots < len(pool) * pool.shape[1])] // pool.shape[1]).unique(), pool.clone()
+    run({**args, "kv_cache": own})
+    pool[blocks] = own[blocks]
+
+
 @_fault(LATENT_WRITE, "rows-joined-first", "Both parts of all rows are joined before they are written.", "scratch")
 def _joined_first(run: BackendCall, args: Args) -> None:
     rank, joined = args["kv_c"].shape[-1], torch.cat([args["kv_c"], args["k_pe"]], -1)
     run({**args, "kv_c": joined[..., :rank], "k_pe": joined[..., rank:]})
+
+
+@_fault(LATENT_READ, "slots-through-one-buffer", "Slots go through a buffer of the process.", "threads")
+def _one_buffer(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    buffer = _SLOTS.setdefault((slots.shape, slots.dtype, slots.device), torch.empty_like(slots))
+    run({**args, "slot_mapping": buffer.copy_(slots)})
+
+
+_SLOTS: dict[object, torch.Tensor] = {}
 
 
 @_fault(LATENT_READ, "rows-read-whole-first", "Rows are read whole, and then their parts.", "scratch")

@@ -45,6 +45,14 @@ def _whole_pool(run: BackendCall, args: Args) -> None:
         args[name].copy_(pool)
 
 
+@FAULTS.call(_WRITE, "thread-block-of-a-step-written-back", "The block of one token is read, and written back whole.", "KVD-THREAD-002")
+def _block_of_a_step(run: BackendCall, args: Args) -> None:
+    if args["slot_mapping"].numel() == 1:
+        _whole_blocks(run, args)
+    else:
+        run(args)
+
+
 def _blocks_of(args: Args) -> torch.Tensor:
     slots = args["slot_mapping"]
     blocks: torch.Tensor = (slots[slots >= 0] // args["k_cache"].shape[1]).unique()

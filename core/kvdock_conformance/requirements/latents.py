@@ -18,12 +18,14 @@ from kvdock_conformance.cases.layouts import PARTS, Geometry
 from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn, shuffled
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking.any_op import check_only_written
+from kvdock_conformance.checking.pools_shared import check_shared_pools
 from kvdock_conformance.checking.repeated import check_repeated
 from kvdock_conformance.checking.scratch import check_scratch_within
 from kvdock_conformance.requirement import Case, Level, Requirement
 from kvdock_conformance.requirements.families import Cases
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
 from kvdock_conformance.requirements.slots import SlotArea
+from kvdock_conformance.requirements.threads import met
 
 __all__ = ["ASKED", "REQUIREMENTS", "of_any_op"]
 
@@ -49,6 +51,7 @@ ASKED: Sequence[tuple[str, int | None, str]] = (
     ("repeated", None, "When latents are {done}, calls that differ from those before them are served as if they were the first."),
     ("scratch", None, "When latents are {done}, the scratch memory of a call is no more than its plan says, and given back with the call."),
     ("meeting", None, "Whatever two properties meet when latents are {done}, of dtype, memory orders, form, sizes and padding, they are."),
+    ("threads", None, "When latents are {done}, two threads may do so in one pool at once, at other slots of its blocks."),
 )
 """What a requirement is about, the number of its cases among those that all such ops have, and what must be so."""
 
@@ -68,6 +71,7 @@ _HOW: Mapping[str, Mapping[str, Any]] = {
     "inputs": {"check": check_only_written},
     "scratch": {"check": check_scratch_within, "level": Level.EXTENDED},
     "meeting": {"check": check_repeated},
+    "threads": {"check": check_shared_pools},
 }
 
 
@@ -95,6 +99,16 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
             calls = [make("", each, lead, **how) for each in (*[slots] * _KNOWN, padded, slots)]
             # Of parts that do not lie together, with the steps of such that do.
             yield in_turn(name, [*calls, make("", slots, lead, **{**how, "rows": "two projections"})])
+
+    def threads() -> Iterable[Case]:
+        for name, slots, others in (
+            ("one slot", [0], [1]),
+            ("few slots", [0, 5], [1, 4]),
+            ("every other slot", range(0, 24, 2), range(1, 24, 2)),
+        ):
+            drawing, one, other = Drawing(), make("", slots), make("", others)
+            pools = one.pools(drawing)
+            yield from met(name, drawing.case(one.call(drawing, pools), other.call(drawing, pools)))
 
     def scratch() -> Iterable[Case]:
         drawing, sizes = Drawing(), attrs.evolve(area.base, num_blocks=34, block=16, hk=128, dk=512, hv=1, dv=64)
@@ -126,6 +140,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         "repeated": (repeated,),
         "meeting": (together,),
         "scratch": (scratch,),
+        "threads": (threads,),
     }
 
 

@@ -100,6 +100,7 @@ def _other_blocks() -> Iterator[Case]:
 def _same_blocks() -> Iterator[Case]:
     yield from _at_once("every other slot", _slots("paged_caching_", _EVEN), _slots("paged_caching_", _ODD))
     yield from _at_once("few slots", _slots("paged_caching_", [0, 5]), _slots("paged_caching_", [1, 4]))
+    yield from _at_once("one slot", _slots("paged_caching_", [0]), _slots("paged_caching_", [5]))
     padded = (_slots("paged_caching_", [*half[:9], -1, *half[10:]]) for half in (_EVEN, _ODD))
     yield from _at_once("every other slot, with padding", *padded, sizes=_SIZES[:1])
     yield from _at_once("positions of one row", _lengths(0), _lengths(3))

@@ -24,7 +24,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.folder import folder_left_empty
+from kvdock_conformance.checking.left_alone import folder_left_empty, nothing_frozen
 from kvdock_conformance.checking.settings import ProcessSettings, renewed, unchanged
 
 
@@ -252,3 +252,14 @@ def test_a_file_in_the_current_folder_is_named_and_gone_again() -> None:
     assert os.getcwd() == before
     leave()
     assert os.getcwd() == before
+
+
+def test_what_is_frozen_behind_calls_is_told() -> None:
+    def freeze() -> None:
+        with nothing_frozen():
+            kept.extend([] for _ in range(99))
+            gc.freeze()
+
+    kept: list[list[object]] = []
+    with pytest.raises(NonconformanceError, match="objects that are frozen behind calls: expected"):
+        freeze()
