@@ -293,6 +293,9 @@ def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
 
 NOTHING_THERE = {
     "attn-size-by-the-batch": "out of reach",  # portable attention does not claim batch_invariant
+    "attn-many-rows-in-other-bits": "out of reach",
+    "attn-many-chunks-in-other-bits": "out of reach",
+    "desc-fixed-calls-in-a-byte": "survived",  # nothing repeats calls that name their backend
     "resource-repeat-keeps-views": "survived",  # portable plans repeat nothing
     "resource-stage-that-nobody-tells": "survived",  # portable copies say that they take as much and more
     "resource-stage-of-the-longest": "survived",  # likewise
