@@ -66,6 +66,14 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+def _started_by(task: Path) -> int:
+    """Return how many processes a thread has started that nobody has waited for, also such as have ended."""
+    try:
+        return len((task / "children").read_bytes().split())
+    except OSError:  # the thread has ended meanwhile, or the system does not tell
+        return 0
+
+
 def held(device: torch.device) -> dict[str, int]:
     """Return what this process holds now, by name, as far as it can be told exactly."""
     found = {"blocks of Python's memory": sys.getallocatedblocks()}
@@ -77,7 +85,7 @@ def held(device: torch.device) -> dict[str, int]:
     with contextlib.suppress(OSError):  # another system
         found["pages of address space"] = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         found["open files"], found["threads"] = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-        found["processes"] = sum(len(path.read_bytes().split()) for path in Path("/proc/self/task").glob("*/children"))  # ended ones too
+        found["processes"] = sum(map(_started_by, Path("/proc/self/task").iterdir()))
     with contextlib.suppress(OSError):
         # Others come and go there too, but not as many in each round as what leaves one each time.
         found["temporary files"] = len(os.listdir(tempfile.gettempdir()))
