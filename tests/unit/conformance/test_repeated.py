@@ -135,3 +135,20 @@ def test_calls_are_repeated_beside_another_backend_where_a_user_has_them_repeate
     else:
         assert about["by_name"].endswith("; KVDOCK_BACKEND_CPU=rival has them so")
         assert kernel.counts == []
+
+
+class Refuses(kvdock.plugin.Kernel):
+    """Serves nothing, and is not to be asked for a plan."""
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        return ["not this one"]
+
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
+        raise RuntimeError("what was refused is prepared")
+
+
+def test_what_the_backend_refuses_is_called_very_often_by_who_serves_it() -> None:
+    register_backend(StandIn("refuses-gathers", {"mla_gather": Refuses()}))
+    requirement = load()["KVD-OP-028@mla_gather"]
+    for case in requirement.selected(Level.CORE):
+        requirement.check(Target("refuses-gathers"), case.data)
