@@ -39,7 +39,7 @@ look(8, work)
 """
 KEPT = """
 kept = []
-look(2, lambda number: kept.extend(libc.malloc(int(sys.argv[1])) for _ in range(2)))
+look(20, lambda number: kept.extend(libc.malloc(int(sys.argv[1])) for _ in range(20)))
 print(json.dumps(len(kept)))
 """
 
@@ -63,5 +63,5 @@ def test_what_was_given_back_is_not_held_whatever_malloc_keeps_of_it(interpreter
 def test_what_is_kept_is_seen_at_once(interpreters: Interpreters, size: int) -> None:
     rounds, failure, *rest = interpreters.answers(SCRIPT + KEPT, str(size))
     assert failure.startswith("NonconformanceError: ")
-    assert "units of 16 bytes of malloc that are left behind, in each of 4 rounds of 2" in failure
-    assert rest == ["looked", 2 * (1 + rounds)]
+    assert "units of 16 bytes of malloc that are left behind, in each of 4 rounds of 20" in failure
+    assert rest == ["looked", 20 * (1 + rounds)]
