@@ -29,7 +29,7 @@ class Reader(QuantisedKernel):
     descriptor = Reads
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a name is registered once in a process, whose tests of other modules may come in between
 def target() -> Target:
     kernels = {"paged_caching_": Writer(PORTABLE_KERNELS["paged_caching_"]), "gather_paged": Reader(PORTABLE_KERNELS["gather_paged"])}
     register_backend(StandIn("quantises", kernels))
